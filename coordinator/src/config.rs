@@ -1,0 +1,37 @@
+//! Settings of a coordinator process.
+
+use std::{net::SocketAddr, time::Duration};
+
+use lockstep_sharding::{PlanOptions, Policy};
+
+/// Checked settings.
+#[derive(Clone, Debug)]
+pub struct CoordinatorConfig {
+    /// gRPC address (default port 7070; 0: any).
+    pub grpc_listen: SocketAddr,
+    /// HTTP address (default port 7080; 0: any).
+    pub http_listen: SocketAddr,
+    /// Model to load at start.
+    pub model: Option<ModelSpec>,
+    /// Sizes that plans leave room for.
+    pub plan_options: PlanOptions,
+    /// A worker is lost when no heartbeat came for so long.
+    pub lease: Duration,
+    /// Most requests in the coordinator at once; one more is refused as overloaded.
+    pub max_concurrent_requests: usize,
+    /// Longest drain at shutdown.
+    pub drain_timeout: Duration,
+}
+
+/// A model to serve.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelSpec {
+    /// Name for clients.
+    pub name: String,
+    /// Path on the workers.
+    pub source: String,
+    /// How to cut it.
+    pub policy: Policy,
+    /// Plan only when so many workers are there.
+    pub min_workers: usize,
+}

@@ -1,0 +1,20 @@
+//! Devices and their fused kernels. Leaf crate: it knows no model names, no ranks, no network.
+//!
+//! - [`device`]: trait [`Device`], the dozen operations that a forward step is made of.
+//! - [`ops`]: the contract of each operation: parameters, shapes, and `check()`; no device code.
+//! - [`quant`]: what the bits of each GGUF block mean: reference dequantization, quantization of activations.
+//! - [`reference`]: plain-loop oracles, slow and obvious, for tests.
+//! - [`cpu`]: the CPU device, SIMD chosen at run time.
+//!
+//! Invariants: a call that passes `check` stays inside its buffers; weights stay quantized in memory;
+//! the result for one token does not depend on which other tokens share the call.
+
+pub mod cpu;
+pub mod device;
+pub mod error;
+pub mod ops;
+pub mod quant;
+pub mod reference;
+
+pub use device::Device;
+pub use error::KernelError;

@@ -1,0 +1,1 @@
+//! Plain-loop oracles of the operations.

@@ -1,0 +1,21 @@
+//! What a checkpoint says: its hyper-parameters, tensors, tokenizer and chat template.
+//!
+//! - [`checkpoint`]: opens a GGUF file or a safetensors folder behind one type; reads slices by position.
+//! - [`config`]: hyper-parameters in the words of `config.json`.
+//! - [`tokenizer`], [`chat_template`]: text to token ids and back, incrementally.
+//! - [`source`]: fetching a checkpoint (`hf://`, URLs). [`synth`]: random checkpoints of any shape.
+//!
+//! Invariants: nothing is allocated from a length in a file before it is checked against the file's size;
+//! an error names the file and the field or tensor; no weight is read that was not asked for.
+
+pub mod chat_template;
+pub mod checkpoint;
+pub mod config;
+pub mod error;
+pub mod tokenizer;
+
+pub use chat_template::{ChatMessage, ChatTemplate};
+pub use checkpoint::Checkpoint;
+pub use config::{ModelConfig, RopeConfig, RopeStyle};
+pub use error::ModelError;
+pub use tokenizer::{IncrementalDecoder, Tokenizer, TokenizerConfig};

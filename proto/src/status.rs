@@ -1,0 +1,100 @@
+//! Error classes and their gRPC codes: the only code that builds or reads a [`tonic::Status`].
+//! For: services map their error enums to a [`Class`] in one `match`; callers decide on retries from the class alone.
+
+use tonic::{Code, Status, metadata::MetadataValue};
+
+/// Metadata key of the stable reason word.
+const REASON_KEY: &str = "lockstep-reason";
+/// Metadata key of the retry hint, milliseconds.
+const RETRY_AFTER_KEY: &str = "lockstep-retry-after-ms";
+
+/// What kind of failure a request met.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Class {
+    /// The request can never succeed as it is.
+    InvalidRequest,
+    /// The named thing does not exist.
+    NotFound,
+    /// The named thing exists already.
+    AlreadyExists,
+    /// Credentials are missing or wrong.
+    Unauthenticated,
+    /// A queue or the KV cache is full; try again later.
+    Overloaded,
+    /// The request names a plan that is no longer (or not yet) in force.
+    StaleEpoch,
+    /// Nothing serves the model yet.
+    NotReady,
+    /// A worker that the request needs was lost.
+    WorkerLost,
+    /// The deadline passed.
+    Deadline,
+    /// The client went away.
+    Cancelled,
+    /// Our own fault.
+    Internal,
+}
+
+impl Class {
+    const ALL: [(Self, Code, &'static str); 11] = [
+        (Self::InvalidRequest, Code::InvalidArgument, "invalid_request"),
+        (Self::NotFound, Code::NotFound, "not_found"),
+        (Self::AlreadyExists, Code::AlreadyExists, "already_exists"),
+        (Self::Unauthenticated, Code::Unauthenticated, "unauthenticated"),
+        (Self::Overloaded, Code::ResourceExhausted, "overloaded"),
+        (Self::StaleEpoch, Code::FailedPrecondition, "stale_epoch"),
+        (Self::NotReady, Code::FailedPrecondition, "not_ready"),
+        (Self::WorkerLost, Code::Unavailable, "worker_lost"),
+        (Self::Deadline, Code::DeadlineExceeded, "deadline"),
+        (Self::Cancelled, Code::Cancelled, "cancelled"),
+        (Self::Internal, Code::Internal, "internal"),
+    ];
+
+    fn entry(self) -> &'static (Self, Code, &'static str) {
+        Self::ALL.iter().find(|entry| entry.0 == self).unwrap_or(&Self::ALL[10])
+    }
+
+    /// The stable word for metrics, logs and metadata.
+    pub fn reason(self) -> &'static str {
+        self.entry().2
+    }
+
+    /// A status of this class with a message for people.
+    pub fn status(self, message: impl Into<String>) -> Status {
+        let mut status = Status::new(self.entry().1, message);
+        status.metadata_mut().insert(REASON_KEY, MetadataValue::from_static(self.reason()));
+        status
+    }
+
+    /// A status of this class that says when to try again.
+    pub fn status_with_retry(self, message: impl Into<String>, retry_after: std::time::Duration) -> Status {
+        let mut status = self.status(message);
+        status.metadata_mut().insert(RETRY_AFTER_KEY, MetadataValue::from(retry_after.as_millis() as u64));
+        status
+    }
+
+    /// The class of a status, by its reason word, else by its code; a broken transport is a lost worker.
+    pub fn of(status: &Status) -> Self {
+        let reason = status.metadata().get(REASON_KEY).and_then(|value| value.to_str().ok());
+        Self::ALL
+            .iter()
+            .find(|entry| Some(entry.2) == reason)
+            .or_else(|| Self::ALL.iter().find(|entry| entry.1 == status.code()))
+            .map_or(if status.code() == Code::Unknown { Self::WorkerLost } else { Self::Internal }, |entry| entry.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn class_survives_the_wire() {
+        for (class, code, _) in Class::ALL {
+            let status = class.status("text");
+            assert_eq!(status.code(), code);
+            assert_eq!(Class::of(&status), class);
+        }
+        assert_eq!(Class::of(&Status::unavailable("broken")), Class::WorkerLost);
+    }
+}

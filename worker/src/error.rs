@@ -1,0 +1,55 @@
+//! What a worker can fail at.
+
+use std::net::SocketAddr;
+
+/// A failure of this worker, with what it was about.
+#[derive(Debug, thiserror::Error)]
+pub enum WorkerError {
+    /// The checkpoint.
+    #[error(transparent)]
+    Model(#[from] lockstep_model::ModelError),
+    /// The plan.
+    #[error(transparent)]
+    Plan(#[from] lockstep_sharding::PlanError),
+    /// The device.
+    #[error(transparent)]
+    Kernel(#[from] lockstep_kernels::KernelError),
+    /// The engine refused a sequence.
+    #[error(transparent)]
+    Engine(#[from] crate::engine::EngineError),
+    /// Another rank cannot be reached, timed out or sent something else than agreed.
+    #[error("rank {peer}: {what}")]
+    Link {
+        /// The other rank.
+        peer: usize,
+        /// What happened.
+        what: String,
+    },
+    /// The replica broke earlier.
+    #[error("the replica is broken: {0}")]
+    ReplicaBroken(String),
+    /// An address cannot be bound.
+    #[error("cannot listen on {address}: {source}")]
+    Bind {
+        /// The address.
+        address: SocketAddr,
+        /// Cause.
+        source: std::io::Error,
+    },
+    /// The coordinator refused or cannot be reached.
+    #[error("coordinator {address}: {what}")]
+    Coordinator {
+        /// Its address.
+        address: String,
+        /// What happened.
+        what: String,
+    },
+    /// A setting is wrong.
+    #[error("{field}: {problem}")]
+    Config {
+        /// The setting.
+        field: &'static str,
+        /// What is wrong, expected and got.
+        problem: String,
+    },
+}

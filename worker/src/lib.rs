@@ -1,0 +1,23 @@
+//! A worker process: one or more ranks, each a thread that owns a device.
+//!
+//! - [`engine`]: on the replica's leader: which sequences run in the next step, which KV blocks they use, which token
+//!   comes next. Plain state, no device, no network.
+//! - [`step`]: what the leader tells the ranks and what they answer.
+//! - [`rank`]: the thread that owns a device and executes steps: weights, layers, logits.
+//! - [`collective`]: how ranks meet: TCP links, all-reduce, send/receive, with deadlines and epochs.
+//! - [`replica`]: puts the above together for one plan.
+//! - [`service`], [`registration`], [`config`]: gRPC, lease, settings.
+
+pub mod collective;
+pub mod config;
+pub mod engine;
+pub mod error;
+pub mod rank;
+pub mod registration;
+pub mod replica;
+pub mod service;
+pub mod step;
+
+pub use config::WorkerConfig;
+pub use error::WorkerError;
+pub use service::run;

@@ -1,0 +1,1 @@
+//! The thread that owns a device and executes steps.

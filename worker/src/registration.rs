@@ -1,0 +1,1 @@
+//! The worker's lease: its registration stream.

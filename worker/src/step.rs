@@ -1,0 +1,46 @@
+//! What the leader tells every rank for one forward pass, and what comes of it.
+//! Invariant: a `StepPlan` is complete: ranks keep no state about sequences but the KV cache itself. All ranks execute
+//! the same plans in the same order, which is what makes their collectives match.
+
+use lockstep_kernels::ops::{Candidates, SampleRow};
+use serde::{Deserialize, Serialize};
+
+/// One forward pass of a batch.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepPlan {
+    /// Counts up from 0 within an epoch.
+    pub step_id: u64,
+    /// Prefill chunks and decodes alike, in the order of their rows.
+    pub sequences: Vec<StepSequence>,
+}
+
+/// One sequence's part of a step.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepSequence {
+    /// The engine's id of the sequence.
+    pub sequence_id: u64,
+    /// Position of the first of `token_ids`; everything before it is in the KV cache.
+    pub first_position: u32,
+    /// Tokens to compute, at least one.
+    pub token_ids: Vec<u32>,
+    /// KV blocks of the sequence in order of position, enough for `first_position + token_ids.len()` tokens.
+    pub block_table: Vec<u32>,
+    /// How to reduce the logits of the last token; `None` while the prompt is not complete.
+    pub sample: Option<SampleRow>,
+}
+
+impl StepPlan {
+    /// Tokens of the step.
+    pub fn num_tokens(&self) -> usize {
+        self.sequences.iter().map(|sequence| sequence.token_ids.len()).sum()
+    }
+}
+
+/// What the last stage makes of a step.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepResult {
+    /// The plan's.
+    pub step_id: u64,
+    /// One for each sequence with `sample`, in the plan's order; merged over the tensor-parallel ranks.
+    pub candidates: Vec<Candidates>,
+}
