@@ -25,6 +25,17 @@ pub enum WorkerError {
         /// What happened.
         what: String,
     },
+    /// The plan of the replica and the checkpoint (or this worker) do not belong together.
+    #[error("the plan does not fit: {0}")]
+    Mismatch(String),
+    /// A step that the leader sent cannot be executed.
+    #[error("step {step_id}: {problem}")]
+    Step {
+        /// The step.
+        step_id: u64,
+        /// What is wrong, expected and got.
+        problem: String,
+    },
     /// The replica broke earlier.
     #[error("the replica is broken: {0}")]
     ReplicaBroken(String),

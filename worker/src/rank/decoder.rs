@@ -1,0 +1,131 @@
+//! One decoder layer of the `llama` architecture on one rank: attention, then the gated feed-forward, each closed by
+//! an all-reduce of the residual stream.
+//! Invariant: before and after a layer `hidden` is the same on every rank of the tensor-parallel group. Rank 0 of the
+//! group adds its product to the stream, the others replace their copy by their product; the sum over the group is
+//! then the new stream, without a tensor or an operation of its own.
+
+use lockstep_kernels::{
+    Device,
+    ops::{Attention, Epilogue, RopeAndStore, RopeTable},
+};
+
+use super::{Batch, RankLinks, RankShape, weights::LayerWeights};
+use crate::WorkerError;
+
+/// Activations of a rank, `[max_step_tokens, width]` each; every layer reuses them.
+pub(super) struct Activations<D: Device> {
+    /// Residual stream, `hidden_size` wide.
+    pub hidden: D::Tensor,
+    /// Normalized stream, `hidden_size` wide.
+    pub normed: D::Tensor,
+    /// Queries, keys and values of the heads held here.
+    pub qkv: D::Tensor,
+    /// What attention yields for the query heads held here.
+    pub attention: D::Tensor,
+    /// Gated feed-forward columns held here.
+    pub feed_forward: D::Tensor,
+}
+
+impl<D: Device> Activations<D> {
+    /// Zeroed activations.
+    pub fn new(device: &D, shape: &RankShape, max_step_tokens: usize) -> Result<Self, WorkerError> {
+        let tensor = |width| device.tensor(max_step_tokens, width);
+        Ok(Self {
+            hidden: tensor(shape.hidden_size)?,
+            normed: tensor(shape.hidden_size)?,
+            qkv: tensor(shape.qkv_size())?,
+            attention: tensor(shape.num_heads * shape.head_dim)?,
+            feed_forward: tensor(shape.intermediate_size)?,
+        })
+    }
+}
+
+/// What a step's layers share.
+pub(super) struct LayerContext<'a> {
+    pub shape: &'a RankShape,
+    pub rope: &'a RopeTable,
+    pub batch: &'a Batch<'a>,
+}
+
+impl LayerContext<'_> {
+    /// Runs layer number `layer`, counted from the first held here.
+    pub fn run<D: Device>(
+        &self,
+        device: &mut D,
+        layer: usize,
+        weights: &LayerWeights<D>,
+        cache: &mut D::KvCache,
+        activations: &mut Activations<D>,
+        links: &mut RankLinks,
+    ) -> Result<(), WorkerError> {
+        self.attention(device, layer, weights, cache, activations)?;
+        self.reduce(device, activations, links)?;
+        self.feed_forward(device, weights, activations)?;
+        self.reduce(device, activations, links)
+    }
+
+    fn attention<D: Device>(
+        &self,
+        device: &mut D,
+        layer: usize,
+        weights: &LayerWeights<D>,
+        cache: &mut D::KvCache,
+        activations: &mut Activations<D>,
+    ) -> Result<(), WorkerError> {
+        let Self { shape, rope, batch } = self;
+        let num_tokens = batch.num_tokens();
+        let Activations { hidden, normed, qkv, attention, .. } = activations;
+        device.rms_norm(num_tokens, hidden, &weights.attention_norm, shape.rms_norm_eps, normed)?;
+        device.matmul(num_tokens, &weights.qkv, normed, Epilogue::Store, qkv)?;
+        let rope_and_store = RopeAndStore {
+            num_heads: shape.num_heads,
+            num_key_value_heads: shape.num_key_value_heads,
+            head_dim: shape.head_dim,
+            layer,
+            positions: &batch.positions,
+            slot_mapping: &batch.slot_mapping,
+        };
+        device.rope_and_store(&rope_and_store, rope, qkv, cache)?;
+        let call = Attention {
+            num_heads: shape.num_heads,
+            num_key_value_heads: shape.num_key_value_heads,
+            head_dim: shape.head_dim,
+            group_size: shape.group_size,
+            group_offset: shape.group_offset,
+            scale: (shape.head_dim as f32).sqrt().recip(),
+            layer,
+            sequences: &batch.sequences,
+        };
+        device.attention(&call, qkv, cache, attention)?;
+        Ok(device.matmul(num_tokens, &weights.attention_output, attention, self.residual(), hidden)?)
+    }
+
+    fn feed_forward<D: Device>(
+        &self,
+        device: &mut D,
+        weights: &LayerWeights<D>,
+        activations: &mut Activations<D>,
+    ) -> Result<(), WorkerError> {
+        let num_tokens = self.batch.num_tokens();
+        let Activations { hidden, normed, feed_forward, .. } = activations;
+        device.rms_norm(num_tokens, hidden, &weights.feed_forward_norm, self.shape.rms_norm_eps, normed)?;
+        device.matmul(num_tokens, &weights.gate_up, normed, Epilogue::SwiGlu, feed_forward)?;
+        Ok(device.matmul(num_tokens, &weights.down, feed_forward, self.residual(), hidden)?)
+    }
+
+    fn residual(&self) -> Epilogue {
+        if self.shape.tensor_parallel_rank == 0 { Epilogue::Add } else { Epilogue::Store }
+    }
+
+    fn reduce<D: Device>(
+        &self,
+        device: &mut D,
+        activations: &mut Activations<D>,
+        links: &mut RankLinks,
+    ) -> Result<(), WorkerError> {
+        if self.shape.tensor_parallel_size == 1 {
+            return Ok(());
+        }
+        device.with_host(self.batch.num_tokens(), &mut activations.hidden, |hidden| links.all_reduce_sum(hidden))
+    }
+}

@@ -1,0 +1,106 @@
+//! A whole step on one rank: embed or receive, the layers, send on or sample.
+//! Invariant: the calls of a step, collectives included, follow from the step plan and the rank's shape alone.
+
+use lockstep_kernels::{
+    Device,
+    device::KvCacheSpec,
+    ops::{Candidates, RopeStyle, RopeTable},
+};
+use lockstep_model::ModelConfig;
+
+use super::{
+    Batch, RankLinks, RankShape, StepLimits, Weights,
+    decoder::{Activations, LayerContext},
+    logits::LogitBuffers,
+};
+use crate::{WorkerError, step::StepPlan};
+
+/// A rank's device with everything it holds.
+pub struct Executor<D: Device> {
+    device: D,
+    shape: RankShape,
+    limits: StepLimits,
+    rope: RopeTable,
+    weights: Weights<D>,
+    cache: D::KvCache,
+    activations: Activations<D>,
+    logits: Option<LogitBuffers<D>>,
+    links: RankLinks,
+}
+
+impl<D: Device> Executor<D> {
+    /// Reserves the KV cache and the activations around loaded weights.
+    ///
+    /// # Errors
+    /// [`WorkerError::Kernel`] if the device's memory is short.
+    pub fn new(
+        device: D,
+        config: &ModelConfig,
+        shape: RankShape,
+        limits: StepLimits,
+        weights: Weights<D>,
+        links: RankLinks,
+    ) -> Result<Self, WorkerError> {
+        let cache = device.kv_cache(KvCacheSpec {
+            num_layers: shape.layers.len(),
+            num_blocks: limits.num_kv_blocks,
+            block_size: limits.block_size,
+            num_key_value_heads: shape.num_key_value_heads,
+            head_dim: shape.head_dim,
+        })?;
+        let activations = Activations::new(&device, &shape, limits.max_step_tokens)?;
+        let logits = shape
+            .is_last_stage()
+            .then(|| LogitBuffers::new(&device, &shape, limits.max_num_sequences))
+            .transpose()?;
+        let rope = rope_table(config);
+        Ok(Self { device, shape, limits, rope, weights, cache, activations, logits, links })
+    }
+
+    /// Executes a step; ranks of the last stage return the candidates of their part of the vocabulary.
+    ///
+    /// # Errors
+    /// [`WorkerError`]: the plan is wrong, the device failed, or another rank did not come. The replica is then broken.
+    pub fn execute(&mut self, plan: &StepPlan) -> Result<Option<Vec<Candidates>>, WorkerError> {
+        let batch = Batch::new(plan, &self.limits)?;
+        let Self { device, shape, rope, weights, cache, activations, logits, links, .. } = self;
+        let num_tokens = batch.num_tokens();
+        device.step(|device| {
+            match &weights.embedding {
+                Some(embedding) if shape.is_first_stage() => {
+                    let first_row = shape.vocabulary.start as u32;
+                    device.embed(embedding, first_row, &batch.token_ids, &mut activations.hidden)?;
+                    if shape.tensor_parallel_size > 1 {
+                        let hidden = &mut activations.hidden;
+                        device.with_host(num_tokens, hidden, |hidden| links.all_reduce_sum(hidden))?;
+                    }
+                }
+                _ => device.with_host(num_tokens, &mut activations.hidden, |hidden| links.receive(hidden))?,
+            }
+            let context = LayerContext { shape, rope, batch: &batch };
+            for (layer, weights) in weights.layers.iter().enumerate() {
+                context.run(device, layer, weights, cache, activations, links)?;
+            }
+            let (Some(output), Some(logits)) = (&weights.output, logits) else {
+                device.with_host(num_tokens, &mut activations.hidden, |hidden| links.send(hidden))?;
+                return Ok(None);
+            };
+            let head = output.head.as_ref().or(weights.embedding.as_ref());
+            let head = head.ok_or_else(|| WorkerError::Mismatch("the last stage has no output head".to_owned()))?;
+            logits.candidates(device, shape, &batch, &output.norm, head, &activations.hidden).map(Some)
+        })
+    }
+}
+
+fn rope_table(config: &ModelConfig) -> RopeTable {
+    let style = match config.rope.style {
+        lockstep_model::RopeStyle::Interleaved => RopeStyle::Interleaved,
+        lockstep_model::RopeStyle::Halves => RopeStyle::Halves,
+    };
+    RopeTable {
+        style,
+        rotary_dim: config.rope.rotary_dim,
+        frequencies: config.rope.frequencies.clone(),
+        magnitude: config.rope.magnitude,
+    }
+}
