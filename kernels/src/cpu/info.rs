@@ -1,0 +1,55 @@
+//! What the processor is and what it sustains, for reports and for planning.
+//! For: [`CpuDevice::new`](super::CpuDevice::new).
+//! Invariant: measuring takes at most some 50 ms and never fails: unknown facts get cautious values.
+
+use std::time::Instant;
+
+use super::{memory::AlignedBuffer, team::Team};
+
+/// Memory assumed where the system does not tell.
+const FALLBACK_MEMORY_BYTES: u64 = 4 << 30;
+/// Bytes read to measure bandwidth: more than the caches of one core, little enough to be quick.
+const PROBE_BYTES: usize = 64 << 20;
+
+/// The processor's name as the system reports it, else its architecture.
+pub(super) fn processor_name() -> String {
+    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let name = cpuinfo.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
+    name.map_or_else(|| std::env::consts::ARCH.to_owned(), |(_, name)| name.trim().to_owned())
+}
+
+/// Memory that is free now, within the limit of the control group if there is one.
+pub(super) fn available_memory_bytes() -> u64 {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let kibibytes = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:")?.split_whitespace().next()?.parse::<u64>().ok());
+    let free = kibibytes.map_or(FALLBACK_MEMORY_BYTES, |kibibytes| kibibytes << 10);
+    let number = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let limit = |max: &str, used: &str| Some(number(max)?.saturating_sub(number(used)?));
+    let group = limit("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current").or_else(|| {
+        limit("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
+    });
+    group.map_or(free, |group| group.min(free))
+}
+
+/// Bytes a second that the whole team reads from memory.
+pub(super) fn measure_read_bandwidth(team: &Team) -> f64 {
+    /// Reported when there is not even memory to measure with.
+    const FALLBACK: f64 = 1e10;
+    let Ok(buffer) = AlignedBuffer::zeroed(PROBE_BYTES) else { return FALLBACK };
+    let values = buffer.floats();
+    team.stay_awake(|| {
+        team.run(&|_| ());
+        let start = Instant::now();
+        team.for_chunks(values.len(), 1 << 16, &|range| {
+            std::hint::black_box(sum_bits(&values[range]));
+        });
+        PROBE_BYTES as f64 / start.elapsed().as_secs_f64().max(1e-9)
+    })
+}
+
+/// Reads every value, in a form that the compiler turns into wide loads.
+fn sum_bits(values: &[f32]) -> u32 {
+    values.iter().fold(0, |sum, value| sum ^ value.to_bits())
+}

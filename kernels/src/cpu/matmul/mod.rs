@@ -1,0 +1,4 @@
+//! The fused dequantizing matmul on the CPU.
+
+/// A linear layer.
+pub struct CpuLinear;
