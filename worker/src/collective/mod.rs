@@ -1,19 +1,59 @@
-//! How ranks meet.
+//! How ranks meet: authenticated TCP links, all-reduce, send/receive and messages.
+//! For: `replica` sets the links up, `rank` reduces over them, the leader sends its step plans over them.
+//! Invariant: no call can hang. Every read and write has a deadline or watches the peer's heartbeat, every frame carries
+//! the plan's epoch and a sequence number that must match, and [`AbortHandle::abort`] wakes every waiting thread at once.
+//! Not here: what is reduced or said, and in which order (that order is the step plan's).
+//!
+//! ```text
+//! LinkListener (one a worker process) ─▶ RankLinks (one a rank of a replica) ─▶ TcpCollective (a group of ranks)
+//!                                                                            └▶ MessageLink   (a pair of ranks)
+//! ```
 
-/// Accepts the rank links of this worker: checks the handshake and hands each connection to the replica and rank that it names.
-pub struct LinkListener {}
+mod abort;
+mod frame;
+mod handshake;
+mod link;
+mod listener;
+mod message;
+mod rank_links;
+mod tcp;
 
-impl LinkListener {
-    /// Listens on `address` (port 0: any).
+pub use abort::AbortHandle;
+pub use handshake::{LinkKey, Purpose};
+pub use listener::LinkListener;
+pub use message::MessageLink;
+pub use rank_links::{RankLinks, RankLinksConfig};
+pub use tcp::TcpCollective;
+
+use crate::WorkerError;
+
+/// Sums and moves vectors between the ranks of a group. Every rank of the group calls the same operations with the same
+/// lengths in the same order.
+pub trait Collective: Send {
+    /// Index of this rank within the group.
+    fn rank(&self) -> usize;
+
+    /// Ranks of the group.
+    fn world_size(&self) -> usize;
+
+    /// Replaces `data` by its sum over the group. Every rank gets the same bits, whatever the timing.
     ///
     /// # Errors
-    /// [`WorkerError::Bind`](crate::WorkerError).
-    pub fn bind(_address: std::net::SocketAddr) -> Result<Self, crate::WorkerError> {
-        todo!()
-    }
+    /// [`WorkerError::Link`] if a peer closed, timed out or sent something else than agreed; the group is then unusable.
+    fn all_reduce_sum(&mut self, data: &mut [f32]) -> Result<(), WorkerError>;
 
-    /// Where it listens.
-    pub fn local_addr(&self) -> std::net::SocketAddr {
-        todo!()
-    }
+    /// Sends `data` to `peer`, an index within the group. Returns when the socket took it.
+    ///
+    /// # Errors
+    /// As [`all_reduce_sum`](Self::all_reduce_sum).
+    fn send(&mut self, peer: usize, data: &[f32]) -> Result<(), WorkerError>;
+
+    /// Fills `data` with what `peer` sends; lengths must agree.
+    ///
+    /// # Errors
+    /// As [`all_reduce_sum`](Self::all_reduce_sum).
+    fn receive(&mut self, peer: usize, data: &mut [f32]) -> Result<(), WorkerError>;
 }
+
+#[cfg(test)]
+mod tests;

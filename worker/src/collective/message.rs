@@ -1,0 +1,301 @@
+//! Values between two ranks: step plans and results.
+//! Invariant: a peer that is closed, stopped or unreachable is noticed within [`SILENCE`] also while nobody sends or
+//! receives: a thread of each link sends heartbeats, takes the peer's, and aborts the replica's links when they stop.
+
+use std::{
+    collections::VecDeque,
+    io::Read,
+    net::Shutdown,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use rustix::event::{PollFd, PollFlags};
+use serde::{Serialize, de::DeserializeOwned};
+
+use super::{
+    frame::{FrameHeader, FrameKind, HEADER_BYTES},
+    link::{Link, Outgoing, Spin, Until, drive, link_error, wait_ready},
+};
+use crate::WorkerError;
+
+/// Largest encoded value.
+const MAX_MESSAGE_BYTES: usize = 16 << 20;
+/// Values that the watching thread may take from the socket before somebody asks for them.
+const MAX_PENDING: usize = 64;
+/// Pause between heartbeats of an idle link.
+const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
+/// A peer that sends nothing for so long is taken for dead.
+const SILENCE: Duration = Duration::from_millis(2000);
+/// Bytes asked of the socket at once.
+const READ_BYTES: usize = 64 << 10;
+
+/// Reported when the peer hangs up, without reading.
+#[cfg(any(target_os = "linux", target_os = "android"))]
+const HANGUP: PollFlags = PollFlags::RDHUP;
+#[cfg(not(any(target_os = "linux", target_os = "android")))]
+const HANGUP: PollFlags = PollFlags::HUP;
+
+/// Sends values to a peer and receives its values, in order. Dropping it closes the connection.
+pub struct MessageLink {
+    shared: Arc<Shared>,
+    spin: Spin,
+    timeout: Duration,
+    watching: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    is_stopping: AtomicBool,
+    writer: Mutex<Writer>,
+    reader: Mutex<Reader>,
+}
+
+struct Writer {
+    link: Link,
+    last_sent: Instant,
+}
+
+struct Reader {
+    link: Link,
+    /// Bytes of the frame that is coming in.
+    buffer: Vec<u8>,
+    /// Payloads of whole frames.
+    pending: VecDeque<Vec<u8>>,
+    last_heard: Instant,
+}
+
+impl MessageLink {
+    pub(super) fn new(link: Link, timeout: Duration, spin: Duration) -> Result<Self, WorkerError> {
+        let peer = link.peer;
+        let (sending, receiving) = link.split();
+        let now = Instant::now();
+        let shared = Arc::new(Shared {
+            is_stopping: AtomicBool::new(false),
+            writer: Mutex::new(Writer { link: sending, last_sent: now }),
+            reader: Mutex::new(Reader {
+                link: receiving,
+                buffer: Vec::new(),
+                pending: VecDeque::new(),
+                last_heard: now,
+            }),
+        });
+        let watching = std::thread::Builder::new()
+            .name(format!("link-watch-{peer}"))
+            .spawn({
+                let shared = Arc::clone(&shared);
+                move || shared.watch()
+            })
+            .map_err(|error| link_error(peer, format!("no thread to watch its link: {error}")))?;
+        Ok(Self { shared, spin: Spin::new(spin), timeout, watching: Some(watching) })
+    }
+
+    /// Sends `value`; returns when the socket took it.
+    ///
+    /// # Errors
+    /// [`WorkerError::Link`] if the value is too large, or the peer closed or does not read.
+    pub fn send<T: Serialize>(&mut self, value: &T) -> Result<(), WorkerError> {
+        let mut writer = lock(&self.shared.writer);
+        let payload = bincode::serde::encode_to_vec(value, config())
+            .map_err(|error| writer.link.error(format!("message cannot be encoded: {error}")))?;
+        if payload.len() > MAX_MESSAGE_BYTES {
+            return Err(writer.link.error(format!("message of {} bytes, at most {MAX_MESSAGE_BYTES}", payload.len())));
+        }
+        writer.send(FrameKind::Message, &payload, self.timeout, &mut self.spin)
+    }
+
+    /// Waits for a value of the peer; `timeout` `None`: as long as the peer lives.
+    ///
+    /// # Errors
+    /// [`WorkerError::Link`] if the peer closed, fell silent, sent something else, or `timeout` has passed.
+    pub fn receive<T: DeserializeOwned>(&mut self, timeout: Option<Duration>) -> Result<T, WorkerError> {
+        let mut reader = lock(&self.shared.reader);
+        let payload = reader.receive(timeout, &mut self.spin)?;
+        reader.decode(&payload)
+    }
+
+    /// A value of the peer if one is here.
+    ///
+    /// # Errors
+    /// As [`receive`](Self::receive).
+    pub fn try_receive<T: DeserializeOwned>(&mut self) -> Result<Option<T>, WorkerError> {
+        let mut reader = lock(&self.shared.reader);
+        if reader.pending.is_empty() {
+            reader.fill()?;
+        }
+        reader.pending.pop_front().map(|payload| reader.decode(&payload)).transpose()
+    }
+
+    /// The other rank.
+    pub fn peer(&self) -> usize {
+        lock(&self.shared.writer).link.peer
+    }
+}
+
+impl Drop for MessageLink {
+    fn drop(&mut self) {
+        self.shared.is_stopping.store(true, Ordering::Relaxed);
+        // Wakes the watching thread; closed already is as good.
+        let _ = lock(&self.shared.writer).link.stream.shutdown(Shutdown::Both);
+        if let Some(watching) = self.watching.take() {
+            // A panic there was reported by the panic hook.
+            let _ = watching.join();
+        }
+    }
+}
+
+impl Shared {
+    /// The watching thread: until the link is dropped or broken.
+    fn watch(&self) {
+        let stream = Arc::clone(&lock(&self.writer).link.stream);
+        loop {
+            let mut fds = [PollFd::new(&*stream, HANGUP)];
+            let hung_up = wait_ready(&mut fds, Some(HEARTBEAT_INTERVAL));
+            if self.is_stopping.load(Ordering::Relaxed) {
+                return;
+            }
+            let problem = match hung_up {
+                Ok(0) => self.beat().err(),
+                Ok(_) => Some(self.hung_up()),
+                Err(error) => Some(link_error(0, format!("poll failed: {error}"))),
+            };
+            if let Some(problem) = problem {
+                if !self.is_stopping.load(Ordering::Relaxed) {
+                    let abort = lock(&self.writer).link.abort.clone();
+                    abort.abort(&problem.to_string());
+                }
+                return;
+            }
+        }
+    }
+
+    fn hung_up(&self) -> WorkerError {
+        lock(&self.writer).link.error("closed the connection")
+    }
+
+    /// Sends a heartbeat if nothing was sent lately; takes the peer's. A lock that is held means that its owner is at it.
+    fn beat(&self) -> Result<(), WorkerError> {
+        if let Ok(mut writer) = self.writer.try_lock()
+            && writer.last_sent.elapsed() >= HEARTBEAT_INTERVAL / 2
+        {
+            writer.send(FrameKind::Heartbeat, &[], SILENCE, &mut Spin::new(Duration::ZERO))?;
+        }
+        if let Ok(mut reader) = self.reader.try_lock() {
+            if reader.pending.len() < MAX_PENDING {
+                reader.fill()?;
+            }
+            reader.check_silence()?;
+        }
+        Ok(())
+    }
+}
+
+impl Writer {
+    fn send(&mut self, kind: FrameKind, payload: &[u8], timeout: Duration, spin: &mut Spin) -> Result<(), WorkerError> {
+        let header = self.link.next_send(kind, payload.len());
+        let mut outgoing = [Outgoing::new(&self.link, &header, payload)];
+        drive(&mut outgoing, &mut [], Until::Done, timeout, spin)?;
+        self.last_sent = Instant::now();
+        Ok(())
+    }
+}
+
+impl Reader {
+    fn receive(&mut self, timeout: Option<Duration>, spin: &mut Spin) -> Result<Vec<u8>, WorkerError> {
+        let start = Instant::now();
+        let spinning = spin.budget();
+        loop {
+            if let Some(payload) = self.pending.pop_front() {
+                return Ok(payload);
+            }
+            if self.fill()? {
+                continue;
+            }
+            let waited = start.elapsed();
+            let rest = timeout.map_or(SILENCE, |timeout| timeout.saturating_sub(waited));
+            if rest.is_zero() {
+                return Err(self.link.error(format!("sent no message within {timeout:?}")));
+            }
+            self.check_silence()?;
+            if waited < spinning {
+                std::hint::spin_loop();
+                continue;
+            }
+            let rest = rest.min(SILENCE.saturating_sub(self.last_heard.elapsed())).max(Duration::from_millis(1));
+            let mut fds = [PollFd::new(&*self.link.stream, PollFlags::IN)];
+            wait_ready(&mut fds, Some(rest)).map_err(|error| self.link.error(format!("poll failed: {error}")))?;
+        }
+    }
+
+    /// Takes what the socket has; whether that was anything.
+    fn fill(&mut self) -> Result<bool, WorkerError> {
+        let length = self.buffer.len();
+        self.buffer.resize(length + READ_BYTES, 0);
+        let result = (&*self.link.stream).read(&mut self.buffer[length..]);
+        let moved = self.link.moved(result, "receiving");
+        self.buffer.truncate(length + moved.as_ref().ok().copied().flatten().unwrap_or(0));
+        if moved?.is_none() {
+            return Ok(false);
+        }
+        self.last_heard = Instant::now();
+        while self.take_frame()? {}
+        Ok(true)
+    }
+
+    /// Moves a whole frame from the buffer to `pending`; whether there was one.
+    fn take_frame(&mut self) -> Result<bool, WorkerError> {
+        let Some(header) = self.buffer.first_chunk::<HEADER_BYTES>() else {
+            return Ok(false);
+        };
+        let header = FrameHeader::decode(header).map_err(|what| self.link.error(what))?;
+        let kind = if header.is(FrameKind::Heartbeat) { FrameKind::Heartbeat } else { FrameKind::Message };
+        let limit = if kind == FrameKind::Heartbeat { 0 } else { MAX_MESSAGE_BYTES };
+        let payload_bytes = match usize::try_from(header.payload_bytes()) {
+            Ok(bytes) if bytes <= limit => bytes,
+            _ => {
+                let what = format!("sent a message of {} bytes, at most {limit}", header.payload_bytes());
+                return Err(self.link.error(what));
+            }
+        };
+        self.link.check_receive(&header, kind, payload_bytes).map_err(|what| self.link.error(what))?;
+        let end = HEADER_BYTES + payload_bytes;
+        if self.buffer.len() < end {
+            return Ok(false);
+        }
+        self.link.next_receive(kind, payload_bytes);
+        if kind == FrameKind::Message {
+            self.pending.push_back(self.buffer[HEADER_BYTES..end].to_vec());
+        }
+        self.buffer.drain(..end);
+        Ok(true)
+    }
+
+    fn check_silence(&self) -> Result<(), WorkerError> {
+        let silent = self.last_heard.elapsed();
+        if silent < SILENCE {
+            return Ok(());
+        }
+        Err(self.link.error(format!("sent nothing, not even a heartbeat, for {} ms", silent.as_millis())))
+    }
+
+    fn decode<T: DeserializeOwned>(&self, payload: &[u8]) -> Result<T, WorkerError> {
+        let decoded = bincode::serde::decode_from_slice(payload, config());
+        let (value, used) =
+            decoded.map_err(|error| self.link.error(format!("sent a message that cannot be decoded: {error}")))?;
+        if used != payload.len() {
+            return Err(self.link.error(format!("sent a message of {} bytes, {used} expected", payload.len())));
+        }
+        Ok(value)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn config() -> impl bincode::config::Config {
+    bincode::config::standard().with_limit::<MAX_MESSAGE_BYTES>()
+}
