@@ -1,31 +1,162 @@
 //! One type for every kind of checkpoint.
+//! For: workers (slices of weights), coordinators' reports (tokenizer, template), the planner (shape).
+//! Invariant: opening reads headers only; after that exactly the bytes of the rectangles asked for are read.
+//! Not here: the formats themselves ([`crate::gguf`], [`crate::safetensors`]).
 
-use std::{ops::Range, path::Path};
+use std::{
+    collections::HashMap,
+    fs::File,
+    io::Read,
+    ops::Range,
+    path::{Path, PathBuf},
+};
 
-use lockstep_sharding::{ModelShape, TensorRole};
+use lockstep_formats::GgmlType;
+use lockstep_sharding::{ModelShape, TensorRole, TensorShape};
 
-use crate::{ModelConfig, ModelError, Tokenizer};
+use crate::{
+    ModelConfig, ModelError, Tokenizer,
+    gguf::{self, GgufFile, Metadata, TensorInfo},
+    positioned_file::PositionedFile,
+    tensor_names::{Naming, expected_tensors},
+};
 
 /// An open checkpoint: header parsed and checked, weights read by position when asked for.
-pub struct Checkpoint {}
+#[derive(Debug)]
+pub struct Checkpoint {
+    config: ModelConfig,
+    shape: ModelShape,
+    tensors: HashMap<(TensorRole, Option<usize>), StoredTensor>,
+    files: Vec<PositionedFile>,
+    text: TextSource,
+}
+
+/// Where a tensor lies.
+#[derive(Clone, Debug)]
+pub(crate) struct StoredTensor {
+    pub(crate) name: String,
+    /// Index into the checkpoint's files.
+    pub(crate) file: usize,
+    /// First byte in that file.
+    pub(crate) offset: u64,
+    pub(crate) rows: usize,
+    pub(crate) columns: usize,
+    pub(crate) ggml_type: GgmlType,
+}
+
+/// Where tokenizer and chat template come from.
+#[derive(Debug)]
+enum TextSource {
+    Gguf(Metadata),
+}
 
 impl Checkpoint {
     /// Opens a GGUF file, a safetensors file, or a folder with `config.json` and safetensors.
     ///
     /// # Errors
     /// [`ModelError`] naming the field that is wrong.
-    pub fn open(_path: &Path) -> Result<Self, ModelError> {
-        todo!()
+    pub fn open(path: &Path) -> Result<Self, ModelError> {
+        let failed =
+            |source| ModelError::Io { path: path.to_owned(), what: "cannot open the checkpoint".into(), source };
+        if std::fs::metadata(path).map_err(failed)?.is_dir() {
+            return Err(unknown_format(path));
+        }
+        let mut magic = [0; 4];
+        let is_gguf = File::open(path).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && magic == gguf::MAGIC;
+        if is_gguf { Self::from_gguf(GgufFile::open(path)?) } else { Err(unknown_format(path)) }
+    }
+
+    fn from_gguf(gguf: GgufFile) -> Result<Self, ModelError> {
+        let divisors =
+            gguf.tensor("rope_freqs.weight").map(|tensor| read_vector_f32(&gguf.file, tensor)).transpose()?;
+        let embedding_name = "token_embd.weight";
+        let embedding_rows = gguf.tensor(embedding_name).map(TensorInfo::rows);
+        let config = ModelConfig::from_gguf(&gguf.metadata, embedding_rows.unwrap_or(1), divisors.as_deref())?;
+        let tokens = gguf.metadata.get::<&[String]>("tokenizer.ggml.tokens")?.map_or(0, <[String]>::len);
+        if let Some(rows) = embedding_rows.filter(|&rows| tokens > rows) {
+            let problem = format!("expected at most the {rows} rows of {embedding_name}, got {tokens} tokens");
+            return Err(gguf.metadata.invalid("tokenizer.ggml.tokens", problem));
+        }
+        let stored = gguf.tensors.into_iter().map(|tensor| StoredTensor {
+            rows: tensor.rows(),
+            columns: tensor.columns(),
+            name: tensor.name,
+            file: 0,
+            offset: tensor.offset,
+            ggml_type: tensor.ggml_type,
+        });
+        Self::assemble(config, Naming::Gguf, stored, vec![gguf.file], TextSource::Gguf(gguf.metadata), false)
+    }
+
+    /// Finds every expected tensor by name and checks its shape.
+    fn assemble(
+        config: ModelConfig,
+        naming: Naming,
+        stored: impl Iterator<Item = StoredTensor>,
+        files: Vec<PositionedFile>,
+        text: TextSource,
+        is_tied: bool,
+    ) -> Result<Self, ModelError> {
+        let path = files.first().map(|file| file.path().to_owned()).unwrap_or_default();
+        let invalid = |field: String, problem| ModelError::Invalid { path: path.clone(), field, problem };
+        let mut by_name: HashMap<String, StoredTensor> = stored.map(|tensor| (tensor.name.clone(), tensor)).collect();
+        if let Some(name) = by_name.keys().filter(|name| name.ends_with(".bias")).min() {
+            let (field, value) = (name.clone(), "a tensor of biases".into());
+            return Err(ModelError::Unsupported { path, field, value });
+        }
+        let mut tensors = HashMap::new();
+        let mut shapes = Vec::new();
+        for expected in expected_tensors(&config) {
+            let (role, layer) = (expected.role, expected.layer);
+            let may_be_tied = role == TensorRole::Output;
+            if may_be_tied && is_tied {
+                continue;
+            }
+            let name = naming.name(role, layer).unwrap_or_default();
+            let Some(tensor) = by_name.remove(&name) else {
+                if may_be_tied && naming == Naming::Gguf {
+                    continue;
+                }
+                return Err(invalid(name, "tensor is missing".into()));
+            };
+            if (tensor.rows, tensor.columns) != (expected.rows, expected.columns) {
+                let problem = format!(
+                    "expected shape [{}, {}], got [{}, {}]",
+                    expected.rows, expected.columns, tensor.rows, tensor.columns
+                );
+                return Err(invalid(name, problem));
+            }
+            let (rows, columns, ggml_type) = (tensor.rows, tensor.columns, tensor.ggml_type);
+            shapes.push(TensorShape { role, layer, rows, columns, ggml_type });
+            tensors.insert((role, layer), tensor);
+        }
+        let shape = config.shape(shapes);
+        Ok(Self { config, shape, tensors, files, text })
     }
 
     /// Hyper-parameters.
     pub fn config(&self) -> &ModelConfig {
-        todo!()
+        &self.config
     }
 
     /// Dimensions and tensors, for the planner.
     pub fn shape(&self) -> &ModelShape {
-        todo!()
+        &self.shape
+    }
+
+    /// Files that the checkpoint consists of.
+    pub fn paths(&self) -> impl Iterator<Item = PathBuf> {
+        self.files.iter().map(|file| file.path().to_owned())
+    }
+
+    /// Size of all its files.
+    pub fn num_bytes(&self) -> u64 {
+        self.files.iter().map(PositionedFile::num_bytes).sum()
+    }
+
+    /// Bytes read from its files since it was opened, headers included.
+    pub fn bytes_read(&self) -> u64 {
+        self.files.iter().map(PositionedFile::bytes_read).sum()
     }
 
     /// The blocks of a rectangle of a tensor, row by row, as stored.
@@ -35,12 +166,52 @@ impl Checkpoint {
     /// or its columns not on block borders.
     pub fn read_slice(
         &self,
-        _role: TensorRole,
-        _layer: Option<usize>,
-        _rows: Range<usize>,
-        _columns: Range<usize>,
+        role: TensorRole,
+        layer: Option<usize>,
+        rows: Range<usize>,
+        columns: Range<usize>,
     ) -> Result<Vec<u8>, ModelError> {
-        todo!()
+        let tensor = self.tensors.get(&(role, layer)).ok_or_else(|| {
+            let field = format!("{role:?} of layer {layer:?}");
+            self.invalid(0, field, "the checkpoint has no such tensor".into())
+        })?;
+        let (file, row_bytes, slice) = self.locate(tensor, &rows, &columns)?;
+        let first = tensor.offset + rows.start as u64 * row_bytes + slice.start as u64;
+        let mut bytes = vec![0; rows.len() * slice.len()];
+        if slice.len() as u64 == row_bytes {
+            file.read_exact_at(&mut bytes, first, &tensor.name)?;
+        } else if !slice.is_empty() {
+            for (index, row) in bytes.chunks_exact_mut(slice.len()).enumerate() {
+                file.read_exact_at(row, first + index as u64 * row_bytes, &tensor.name)?;
+            }
+        }
+        Ok(bytes)
+    }
+
+    /// File, bytes of a row and the bytes of the columns within a row; refuses what is outside or off the block borders.
+    fn locate(
+        &self,
+        tensor: &StoredTensor,
+        rows: &Range<usize>,
+        columns: &Range<usize>,
+    ) -> Result<(&PositionedFile, u64, Range<usize>), ModelError> {
+        let invalid = |problem| self.invalid(tensor.file, tensor.name.clone(), problem);
+        let inside = |range: &Range<usize>, length| range.start <= range.end && range.end <= length;
+        if !(inside(rows, tensor.rows) && inside(columns, tensor.columns)) {
+            return Err(invalid(format!(
+                "rows {rows:?} and columns {columns:?} are not inside [{}, {}]",
+                tensor.rows, tensor.columns
+            )));
+        }
+        let off_border = || {
+            let (block, ggml_type) = (tensor.ggml_type.block_elements(), tensor.ggml_type);
+            invalid(format!("columns {columns:?} do not fall on the {ggml_type} blocks of {block}"))
+        };
+        let bytes_of = |elements| tensor.ggml_type.bytes_of(elements).ok_or_else(off_border);
+        let slice = bytes_of(columns.start)?..bytes_of(columns.end)?;
+        let row_bytes = bytes_of(tensor.columns)? as u64;
+        let file = self.files.get(tensor.file).ok_or_else(|| invalid("its file is not open".into()))?;
+        Ok((file, row_bytes, slice))
     }
 
     /// The tokenizer that the checkpoint describes.
@@ -48,11 +219,36 @@ impl Checkpoint {
     /// # Errors
     /// [`ModelError`] naming the metadata that is missing or unknown.
     pub fn tokenizer(&self) -> Result<Tokenizer, ModelError> {
-        todo!()
+        match &self.text {
+            TextSource::Gguf(metadata) => Err(metadata.unsupported("tokenizer.ggml.model", "a GGUF vocabulary")),
+        }
     }
 
     /// The Jinja source of the chat template, if there is one.
     pub fn chat_template(&self) -> Option<&str> {
-        todo!()
+        match &self.text {
+            TextSource::Gguf(metadata) => metadata.get("tokenizer.chat_template").ok().flatten(),
+        }
     }
+
+    fn invalid(&self, file: usize, field: String, problem: String) -> ModelError {
+        let path = self.files.get(file).map(|file| file.path().to_owned()).unwrap_or_default();
+        ModelError::Invalid { path, field, problem }
+    }
+}
+
+fn unknown_format(path: &Path) -> ModelError {
+    let problem = "expected a GGUF file, a safetensors file or a folder with config.json and safetensors".into();
+    ModelError::Invalid { path: path.to_owned(), field: "format".into(), problem }
+}
+
+/// A vector of 32-bit floats, whole.
+fn read_vector_f32(file: &PositionedFile, tensor: &TensorInfo) -> Result<Vec<f32>, ModelError> {
+    if tensor.ggml_type != GgmlType::F32 || tensor.columns() > crate::config::MAX_HEAD_DIM || tensor.rows() != 1 {
+        let problem = format!("expected a vector of F32, got {} {:?}", tensor.ggml_type, tensor.dimensions);
+        return Err(ModelError::Invalid { path: file.path().to_owned(), field: tensor.name.clone(), problem });
+    }
+    let mut bytes = vec![0; tensor.columns() * 4];
+    file.read_exact_at(&mut bytes, tensor.offset, &tensor.name)?;
+    Ok(bytes.as_chunks::<4>().0.iter().map(|&chunk| f32::from_le_bytes(chunk)).collect())
 }

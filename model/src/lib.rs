@@ -8,10 +8,16 @@
 //! Invariants: nothing is allocated from a length in a file before it is checked against the file's size;
 //! an error names the file and the field or tensor; no weight is read that was not asked for.
 
+#![forbid(unsafe_code)]
+
 pub mod chat_template;
 pub mod checkpoint;
 pub mod config;
 pub mod error;
+pub mod gguf;
+pub mod positioned_file;
+pub mod rope;
+pub mod tensor_names;
 pub mod tokenizer;
 
 pub use chat_template::{ChatMessage, ChatTemplate};
