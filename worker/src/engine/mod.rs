@@ -1,9 +1,24 @@
 //! The engine of a replica's leader. `schedule()` says what to run, `update()` takes what came of it.
-//! Sole owner of KV block ids. Plain state: the clock is passed in, no thread, no network, no device.
+//! For: the replica's leader thread. Invariants: sole owner of KV block ids; what a sequence yields does not depend on
+//! what else runs, on preemptions or on the number of steps in flight; nothing is yielded twice.
+//! Not here: threads, network, devices, the clock (passed in), stop texts (the coordinator's).
+//!
+//! `scheduler`: which sequences, with how many tokens; `block_manager`: free KV blocks; `sequence`: one sequence's
+//! progress; `sampler`, `penalties`: the choice of the next token; `throughput`: tokens per second.
 
-use std::time::Instant;
+mod block_manager;
+mod penalties;
+mod sampler;
+mod scheduler;
+mod sequence;
+mod throughput;
 
-use crate::step::{StepPlan, StepResult};
+use std::{collections::VecDeque, time::Instant};
+
+use lockstep_kernels::ops::Candidates;
+
+use self::{sampler::Choice, scheduler::Scheduler, sequence::Sequence, throughput::Throughput};
+use crate::step::{StepPlan, StepResult, StepSequence};
 
 /// Limits of an engine, from the plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,6 +87,8 @@ pub enum FinishReason {
     Stop,
     /// `max_tokens` or the longest sequence.
     Length,
+    /// The model gave no usable number for the next token (NaN); the replica goes on.
+    Error,
 }
 
 /// Counts and times of a finished sequence.
@@ -145,44 +162,167 @@ pub struct EngineStatus {
 }
 
 /// Schedules the sequences of one replica.
-pub struct Engine {}
+#[derive(Debug)]
+pub struct Engine {
+    config: EngineConfig,
+    scheduler: Scheduler,
+    in_flight: VecDeque<StepInFlight>,
+    next_sequence_id: SequenceId,
+    next_step_id: u64,
+    throughput: Throughput,
+}
+
+/// What is remembered of a step until it returns.
+#[derive(Debug)]
+struct StepInFlight {
+    step_id: u64,
+    started: Instant,
+    num_prefill_tokens: usize,
+    /// In the order of the plan, and whether the sequence's next token is sampled.
+    sequences: Vec<(SequenceId, bool)>,
+}
 
 impl Engine {
     /// An idle engine.
-    pub fn new(_config: EngineConfig) -> Self {
-        todo!()
+    pub fn new(config: EngineConfig) -> Self {
+        Self {
+            config,
+            scheduler: Scheduler::new(config),
+            in_flight: VecDeque::new(),
+            next_sequence_id: 0,
+            next_step_id: 0,
+            throughput: Throughput::default(),
+        }
     }
 
     /// Queues a sequence.
     ///
     /// # Errors
     /// [`EngineError`]; the engine is unchanged.
-    pub fn add(&mut self, _request: SequenceRequest, _now: Instant) -> Result<SequenceId, EngineError> {
-        todo!()
+    pub fn add(&mut self, request: SequenceRequest, now: Instant) -> Result<SequenceId, EngineError> {
+        let max_sequence_tokens = self.scheduler.max_sequence_tokens();
+        if request.prompt.is_empty() {
+            return Err(EngineError::EmptyPrompt);
+        }
+        if request.prompt.len() >= max_sequence_tokens {
+            let limit = max_sequence_tokens.saturating_sub(1);
+            return Err(EngineError::TooLong { what: "prompt length in tokens", got: request.prompt.len(), limit });
+        }
+        let (waiting, limit) = (self.scheduler.num_waiting(), self.config.max_waiting_sequences);
+        if waiting >= limit {
+            return Err(EngineError::Overloaded { waiting, limit });
+        }
+        let sequence_id = self.next_sequence_id;
+        self.next_sequence_id += 1;
+        tracing::debug!(sequence_id, request_id = request.request_id, prompt_tokens = request.prompt.len(), "queued");
+        self.scheduler.enqueue(Sequence::new(sequence_id, request, max_sequence_tokens, now));
+        Ok(sequence_id)
     }
 
     /// Forgets a sequence and frees its blocks (at once, or when its step in flight returns). Unknown ids are ignored.
-    pub fn cancel(&mut self, _sequence_id: SequenceId) {
-        todo!()
+    pub fn cancel(&mut self, sequence_id: SequenceId) {
+        self.scheduler.cancel(sequence_id);
     }
 
     /// The next step, or `None` if nothing can run now: no work, or enough steps in flight.
-    pub fn schedule(&mut self, _now: Instant) -> Option<StepPlan> {
-        todo!()
+    pub fn schedule(&mut self, now: Instant) -> Option<StepPlan> {
+        if self.in_flight.len() >= self.config.max_steps_in_flight.max(1) {
+            return None;
+        }
+        let sequences = self.scheduler.form_step(self.next_step_id, now);
+        if sequences.is_empty() {
+            return None;
+        }
+        let plan = StepPlan { step_id: self.next_step_id, sequences };
+        self.next_step_id += 1;
+        let is_decode = |sequence: &&StepSequence| sequence.sample.is_some() && sequence.token_ids.len() == 1;
+        self.in_flight.push_back(StepInFlight {
+            step_id: plan.step_id,
+            started: now,
+            num_prefill_tokens: plan.num_tokens() - plan.sequences.iter().filter(is_decode).count(),
+            sequences: plan.sequences.iter().map(|part| (part.sequence_id, part.sample.is_some())).collect(),
+        });
+        Some(plan)
     }
 
     /// Takes the result of the oldest step in flight and returns what its sequences yield.
-    pub fn update(&mut self, _result: StepResult, _now: Instant) -> Vec<(SequenceId, SequenceOutput)> {
-        todo!()
+    ///
+    /// A result of another step or with too few candidates ends the sequences concerned with [`FinishReason::Error`].
+    pub fn update(&mut self, result: StepResult, now: Instant) -> Vec<(SequenceId, SequenceOutput)> {
+        let Some(step) = self.in_flight.pop_front() else {
+            tracing::error!(step_id = result.step_id, "a result came without a step in flight");
+            return Vec::new();
+        };
+        let mut candidates = result.candidates.into_iter();
+        if result.step_id != step.step_id {
+            tracing::error!(expected = step.step_id, got = result.step_id, "the result is of another step");
+            candidates = Vec::new().into_iter();
+        }
+        let mut outputs = Vec::new();
+        let mut num_decode_tokens = 0;
+        for (id, is_sampled) in step.sequences {
+            if is_sampled {
+                let candidates = candidates.next().unwrap_or_default();
+                num_decode_tokens += self.advance(id, &candidates, now, &mut outputs);
+            }
+            self.scheduler.step_returned(id);
+        }
+        self.throughput.record(step.started, now, step.num_prefill_tokens, num_decode_tokens);
+        outputs
     }
 
-    /// Whether any sequence runs or waits.
+    /// Takes the next token of a sequence; returns how many tokens it yields.
+    fn advance(
+        &mut self,
+        id: SequenceId,
+        candidates: &Candidates,
+        now: Instant,
+        outputs: &mut Vec<(SequenceId, SequenceOutput)>,
+    ) -> usize {
+        let Some(sequence) = self.scheduler.running_mut(id).filter(|sequence| !sequence.is_cancelled) else {
+            return 0;
+        };
+        sequence.is_sampling = false;
+        let (num_tokens, finish) = match sequence.sampler.choose(sequence.tokens.len(), candidates) {
+            Choice::MoreCandidates => {
+                sequence.num_scheduled_tokens -= 1;
+                (0, None)
+            }
+            Choice::Invalid => (0, Some(FinishReason::Error)),
+            Choice::Token(token_id, _) if sequence.stop_token_ids.contains(&token_id) => (0, Some(FinishReason::Stop)),
+            Choice::Token(token_id, logprobs) => {
+                sequence.push(token_id, now);
+                outputs.push((id, SequenceOutput::Token { token_id, logprobs }));
+                (1, (sequence.tokens.len() >= sequence.max_tokens).then_some(FinishReason::Length))
+            }
+        };
+        if let Some(reason) = finish
+            && let Some(sequence) = self.scheduler.remove(id)
+        {
+            outputs.push((id, SequenceOutput::Finished { reason, stats: sequence.stats(now) }));
+        }
+        num_tokens
+    }
+
+    /// Whether no sequence runs or waits and no step is in flight.
     pub fn is_idle(&self) -> bool {
-        todo!()
+        self.in_flight.is_empty() && self.scheduler.num_running() == 0 && self.scheduler.num_waiting() == 0
     }
 
     /// Numbers for status and metrics.
-    pub fn status(&self, _now: Instant) -> EngineStatus {
-        todo!()
+    pub fn status(&self, now: Instant) -> EngineStatus {
+        let (prefill_tokens_per_second, decode_tokens_per_second) = self.throughput.rates(now);
+        EngineStatus {
+            num_running_sequences: self.scheduler.num_running(),
+            num_waiting_sequences: self.scheduler.num_waiting(),
+            num_kv_blocks: self.scheduler.blocks().num_blocks(),
+            num_free_kv_blocks: self.scheduler.blocks().num_free(),
+            prefill_tokens_per_second,
+            decode_tokens_per_second,
+            num_preemptions: self.scheduler.num_preemptions(),
+        }
     }
 }
+
+#[cfg(test)]
+mod tests;

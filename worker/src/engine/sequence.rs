@@ -1,0 +1,107 @@
+//! One sequence: its tokens, how far they are computed, its blocks and times.
+//! For: the scheduler. Invariant: tokens `[0, num_scheduled_tokens)` have been given to the ranks under the present
+//! blocks; while the next token is being sampled nothing of the sequence can be scheduled.
+
+use std::time::Instant;
+
+use super::{SequenceId, SequenceRequest, SequenceStats, sampler::Sampler};
+
+/// A sequence that waits or runs.
+#[derive(Debug)]
+pub(super) struct Sequence {
+    pub(super) id: SequenceId,
+    /// Prompt and output.
+    pub(super) tokens: Vec<u32>,
+    pub(super) num_prompt_tokens: usize,
+    /// Tokens given to the ranks; back to 0 at preemption.
+    pub(super) num_scheduled_tokens: usize,
+    /// In order of position.
+    pub(super) blocks: Vec<u32>,
+    pub(super) num_steps_in_flight: usize,
+    /// A step in flight samples its next token.
+    pub(super) is_sampling: bool,
+    /// Nobody wants its tokens; its blocks go back when no step in flight writes to them.
+    pub(super) is_cancelled: bool,
+    /// The step that it was last part of; who waited longest goes first.
+    pub(super) last_step_id: Option<u64>,
+    pub(super) sampler: Sampler,
+    pub(super) stop_token_ids: Vec<u32>,
+    /// Length at which it ends, prompt included.
+    pub(super) max_tokens: usize,
+    times: Times,
+}
+
+#[derive(Debug)]
+struct Times {
+    arrived: Instant,
+    first_scheduled: Option<Instant>,
+    first_token: Option<Instant>,
+    last_token: Option<Instant>,
+}
+
+impl Sequence {
+    /// A sequence that may become `max_sequence_tokens` long.
+    pub(super) fn new(id: SequenceId, request: SequenceRequest, max_sequence_tokens: usize, now: Instant) -> Self {
+        let SequenceRequest { prompt, sampling, .. } = request;
+        Self {
+            id,
+            num_prompt_tokens: prompt.len(),
+            num_scheduled_tokens: 0,
+            blocks: Vec::new(),
+            num_steps_in_flight: 0,
+            is_sampling: false,
+            is_cancelled: false,
+            last_step_id: None,
+            sampler: Sampler::new(&sampling, &prompt),
+            max_tokens: prompt.len().saturating_add(sampling.max_tokens).min(max_sequence_tokens),
+            stop_token_ids: sampling.stop_token_ids,
+            tokens: prompt,
+            times: Times { arrived: now, first_scheduled: None, first_token: None, last_token: None },
+        }
+    }
+
+    /// Tokens that are still to be computed before the next one can be sampled.
+    pub(super) fn num_outstanding_tokens(&self) -> usize {
+        self.tokens.len() - self.num_scheduled_tokens
+    }
+
+    /// Whether one token is all that lacks for the next one.
+    pub(super) fn is_decoding(&self) -> bool {
+        self.tokens.len() - self.num_scheduled_tokens <= 1
+    }
+
+    /// Whether it can be part of the next step, if it gets blocks.
+    pub(super) fn is_ready(&self) -> bool {
+        !self.is_sampling && !self.is_cancelled && self.num_outstanding_tokens() > 0
+    }
+
+    /// Notes that it was given its first work.
+    pub(super) fn mark_scheduled(&mut self, now: Instant) {
+        self.times.first_scheduled.get_or_insert(now);
+    }
+
+    /// Takes a sampled token into the output.
+    pub(super) fn push(&mut self, token_id: u32, now: Instant) {
+        self.times.first_token.get_or_insert(now);
+        self.times.last_token = Some(now);
+        self.sampler.observe(token_id);
+        self.tokens.push(token_id);
+    }
+
+    /// Counts and times up to `now`.
+    pub(super) fn stats(&self, now: Instant) -> SequenceStats {
+        let times = &self.times;
+        let ms = |from: Instant, to: Instant| to.saturating_duration_since(from).as_secs_f64() * 1000.0;
+        SequenceStats {
+            prompt_tokens: self.num_prompt_tokens,
+            completion_tokens: self.tokens.len() - self.num_prompt_tokens,
+            cached_tokens: 0,
+            queue_ms: ms(times.arrived, times.first_scheduled.unwrap_or(now)),
+            ttft_ms: ms(times.arrived, times.first_token.unwrap_or(now)),
+            decode_ms: match (times.first_token, times.last_token) {
+                (Some(first), Some(last)) => ms(first, last),
+                _ => 0.0,
+            },
+        }
+    }
+}
