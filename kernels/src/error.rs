@@ -27,6 +27,16 @@ pub enum KernelError {
         /// First id that is too large.
         limit: usize,
     },
+    /// An id that must be unique comes twice in a call.
+    #[error("{operation}: {what} {got} comes twice")]
+    Duplicate {
+        /// Operation, by its one name.
+        operation: &'static str,
+        /// The id in question.
+        what: &'static str,
+        /// Id given.
+        got: usize,
+    },
     /// The device cannot do what was asked (a type, a head size).
     #[error("{operation}: {what} is not supported on {device}")]
     Unsupported {

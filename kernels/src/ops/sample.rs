@@ -1,8 +1,14 @@
 //! Contract of the device side of sampling: from a rank's slice of the logits to the few candidates that can be chosen.
 //! For: the last pipeline stage; the leader merges the candidates of the tensor-parallel ranks and chooses.
 //! Invariant: merging the candidates of all slices gives what one rank with the whole vocabulary would give.
+//! A logit that is NaN counts as minus infinity: it is never chosen and adds nothing to a sum. A row without any finite
+//! logit (a broken model) is thus seen by its best candidate being minus infinity.
+
+use std::cmp::Ordering;
 
 use serde::{Deserialize, Serialize};
+
+use crate::KernelError;
 
 /// A token whose logit is changed before the choice.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -44,4 +50,73 @@ pub struct Candidates {
     pub raw_log_sum_exp: f32,
     /// The token drawn by noise: `(token_id, logit / temperature + noise, logit before penalties)`.
     pub drawn: Option<(u32, f32, f32)>,
+}
+
+impl SampleRow {
+    /// Accepts the row or names the number that is wrong.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`] if no candidate is wanted, [`KernelError::OutOfRange`] for a temperature that is not a
+    /// positive finite number (its bits are named).
+    pub fn check(&self) -> Result<(), KernelError> {
+        if self.top_k == 0 {
+            return Err(KernelError::Shape { operation: "sample", what: "top_k", got: 0, expected: 1 });
+        }
+        if !(self.temperature.is_normal() && self.temperature > 0.0) {
+            return Err(KernelError::OutOfRange {
+                operation: "sample",
+                what: "temperature (bits of an f32)",
+                got: self.temperature.to_bits() as usize,
+                limit: f32::INFINITY.to_bits() as usize,
+            });
+        }
+        Ok(())
+    }
+}
+
+impl Candidates {
+    /// What the whole row comes to, from what its slices came to (in any order). An empty iterator gives no candidates.
+    pub fn merge(row: &SampleRow, slices: impl IntoIterator<Item = Self>) -> Self {
+        let mut merged = Self {
+            scaled_log_sum_exp: f32::NEG_INFINITY,
+            raw_log_sum_exp: f32::NEG_INFINITY,
+            ..Self::default()
+        };
+        let (mut scaled, mut raw) = (Vec::new(), Vec::new());
+        for slice in slices {
+            merged.top.extend(slice.top);
+            merged.raw_top.extend(slice.raw_top);
+            scaled.push(slice.scaled_log_sum_exp);
+            raw.push(slice.raw_log_sum_exp);
+            merged.drawn = match (merged.drawn, slice.drawn) {
+                (Some(one), Some(other)) if better((other.0, other.1), (one.0, one.1)).is_lt() => Some(other),
+                (one, other) => one.or(other),
+            };
+        }
+        merged.scaled_log_sum_exp = log_sum_exp(&mut scaled);
+        merged.raw_log_sum_exp = log_sum_exp(&mut raw);
+        for (top, wanted) in [(&mut merged.top, row.top_k), (&mut merged.raw_top, row.raw_top_k)] {
+            top.sort_unstable_by(|one, other| better(*one, *other));
+            top.truncate(wanted);
+        }
+        merged
+    }
+}
+
+/// Order of candidates, best first: the larger value, of equal ones the smaller id.
+fn better(one: (u32, f32), other: (u32, f32)) -> Ordering {
+    other.1.total_cmp(&one.1).then(one.0.cmp(&other.0))
+}
+
+/// `ln Σ exp(terms)`, in ascending order of the terms so that the order of the slices does not matter.
+fn log_sum_exp(terms: &mut [f32]) -> f32 {
+    terms.sort_unstable_by(f32::total_cmp);
+    match terms.last() {
+        Some(&largest) if largest.is_finite() => {
+            let sum: f64 = terms.iter().map(|term| f64::from(term - largest).exp()).sum();
+            (f64::from(largest) + sum.ln()) as f32
+        }
+        Some(&largest) => largest,
+        None => f32::NEG_INFINITY,
+    }
 }
