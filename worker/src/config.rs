@@ -1,6 +1,8 @@
 //! Settings of a worker process.
 
-use std::{net::SocketAddr, time::Duration};
+use std::{net::SocketAddr, num::NonZero, time::Duration};
+
+use crate::WorkerError;
 
 /// Checked settings.
 #[derive(Clone, Debug)]
@@ -27,4 +29,47 @@ pub struct WorkerConfig {
     pub max_waiting_sequences: usize,
     /// Longest drain at shutdown.
     pub drain_timeout: Duration,
+}
+
+impl WorkerConfig {
+    /// Accepts the settings or names the one that is wrong.
+    ///
+    /// # Errors
+    /// [`WorkerError::Config`].
+    pub fn check(&self) -> Result<(), WorkerError> {
+        let wrong = |field, problem: &str| Err(WorkerError::Config { field, problem: problem.to_owned() });
+        if self.worker_id.is_empty() {
+            return wrong("worker_id", "is empty");
+        }
+        if self.advertise_host.is_empty() {
+            return wrong("advertise_host", "is empty");
+        }
+        if self.num_devices == 0 {
+            return wrong("num_devices", "is 0, expected at least 1");
+        }
+        if self.memory_bytes == Some(0) {
+            return wrong("memory_bytes", "is 0, expected at least 1");
+        }
+        if self.collective_timeout.is_zero() {
+            return wrong("collective_timeout", "is 0, expected more");
+        }
+        if self.max_waiting_sequences == 0 {
+            return wrong("max_waiting_sequences", "is 0, expected at least 1");
+        }
+        Ok(())
+    }
+
+    /// Threads of each device, with 0 resolved.
+    pub fn threads_per_device(&self) -> usize {
+        threads_per_device(self.threads_per_device, self.num_devices)
+    }
+}
+
+/// `threads`, or for 0 an equal share of the cores for each of `num_devices` devices.
+pub(crate) fn threads_per_device(threads: usize, num_devices: usize) -> usize {
+    if threads > 0 {
+        return threads;
+    }
+    let num_cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+    (num_cores / num_devices.max(1)).max(1)
 }

@@ -55,6 +55,9 @@ pub enum WorkerError {
         /// What happened.
         what: String,
     },
+    /// The process itself failed: its server, a thread.
+    #[error("worker: {0}")]
+    Server(String),
     /// A setting is wrong.
     #[error("{field}: {problem}")]
     Config {

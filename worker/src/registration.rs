@@ -1,1 +1,208 @@
 //! The worker's lease: its registration stream.
+//! Invariant: heartbeats run on a thread and runtime of their own, so no load on the process delays them. Losing the
+//! coordinator stops nothing: replicas keep running and the registration is tried again for ever.
+
+use std::{sync::Arc, time::Duration};
+
+use lockstep_proto::{
+    status::Class,
+    v1::{self, cluster_client::ClusterClient, worker_report::Report},
+};
+use rand::Rng;
+use tokio::sync::{mpsc, oneshot};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tonic::transport::Endpoint;
+
+use crate::{WorkerError, service::WorkerState};
+
+/// Heartbeat period until the coordinator has named its lease.
+const FIRST_PERIOD: Duration = Duration::from_millis(500);
+/// Shortest heartbeat period, whatever the lease.
+const LEAST_PERIOD: Duration = Duration::from_millis(50);
+/// Waits between attempts: doubled from the first to the last, with jitter.
+const BACKOFF: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
+/// Reports that may wait for the connection; when it takes no more, it is stuck.
+const OUTBOUND_REPORTS: usize = 8;
+
+/// A running registration.
+pub(crate) struct Registration {
+    stop: CancellationToken,
+    outcome: oneshot::Receiver<Option<WorkerError>>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Registration {
+    /// Starts registering.
+    ///
+    /// # Errors
+    /// [`WorkerError::Config`] if the coordinator's address is none; [`WorkerError::Server`] if no thread can be started.
+    pub fn start(state: Arc<WorkerState>, hello: v1::WorkerHello) -> Result<Self, WorkerError> {
+        let endpoint = endpoint(&state.config.coordinator)?;
+        let stop = CancellationToken::new();
+        let (sender, outcome) = oneshot::channel();
+        let mut session = Session { state, hello, endpoint, stop: stop.clone(), was_registered: false };
+        let run = move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            let result = match runtime {
+                Ok(runtime) => runtime.block_on(session.run_for_ever()),
+                Err(error) => Some(WorkerError::Server(format!("registration runtime: {error}"))),
+            };
+            // Nobody listens any more after `stop`.
+            let _ = sender.send(result);
+        };
+        let thread = std::thread::Builder::new()
+            .name("registration".to_owned())
+            .spawn(run)
+            .map_err(|error| WorkerError::Server(format!("registration thread: {error}")))?;
+        Ok(Self { stop, outcome, thread: Some(thread) })
+    }
+
+    /// Resolves when the coordinator has refused this worker for good.
+    pub async fn lost(&mut self) -> WorkerError {
+        match (&mut self.outcome).await {
+            Ok(Some(error)) => error,
+            _ => WorkerError::Server("the registration thread ended".to_owned()),
+        }
+    }
+
+    /// Gives the lease back.
+    pub async fn stop(mut self) {
+        self.stop.cancel();
+        if let Some(thread) = self.thread.take() {
+            let _ = tokio::task::spawn_blocking(move || thread.join()).await;
+        }
+    }
+}
+
+fn endpoint(coordinator: &str) -> Result<Endpoint, WorkerError> {
+    let endpoint = Endpoint::from_shared(coordinator.to_owned()).map_err(|error| WorkerError::Config {
+        field: "coordinator",
+        problem: format!("{coordinator:?} is not of the form http://host:port: {error}"),
+    })?;
+    Ok(endpoint
+        .connect_timeout(CONNECT_TIMEOUT)
+        .tcp_nodelay(true)
+        .http2_keep_alive_interval(Duration::from_secs(2))
+        .keep_alive_timeout(Duration::from_secs(3))
+        .keep_alive_while_idle(true))
+}
+
+/// Why a registration stream ended.
+enum End {
+    /// We were told to stop.
+    Stopped,
+    /// Try again.
+    Lost(String),
+    /// Trying again is no use.
+    Refused(String),
+}
+
+struct Session {
+    state: Arc<WorkerState>,
+    hello: v1::WorkerHello,
+    endpoint: Endpoint,
+    stop: CancellationToken,
+    was_registered: bool,
+}
+
+impl Session {
+    async fn run_for_ever(&mut self) -> Option<WorkerError> {
+        let mut backoff = BACKOFF.0;
+        let address = self.state.config.coordinator.clone();
+        loop {
+            let was_registered = std::mem::take(&mut self.was_registered);
+            let end = self.register(was_registered).await;
+            if self.was_registered {
+                backoff = BACKOFF.0;
+            }
+            self.was_registered |= was_registered;
+            match end {
+                End::Stopped => return None,
+                End::Refused(what) => return Some(WorkerError::Coordinator { address, what }),
+                End::Lost(what) => tracing::warn!(%address, what, "not registered, trying again"),
+            }
+            let jitter = rand::rng().random_range(0.5..1.0);
+            tokio::select! {
+                () = self.stop.cancelled() => return None,
+                () = tokio::time::sleep(backoff.mul_f64(jitter)) => backoff = (backoff * 2).min(BACKOFF.1),
+            }
+        }
+    }
+
+    /// One registration stream from its hello to its end.
+    async fn register(&mut self, was_registered_before: bool) -> End {
+        let stop = self.stop.clone();
+        tokio::select! {
+            () = stop.cancelled() => End::Stopped,
+            end = self.hold_lease(was_registered_before) => end,
+        }
+    }
+
+    async fn hold_lease(&mut self, was_registered_before: bool) -> End {
+        let channel = match self.endpoint.connect().await {
+            Ok(channel) => channel,
+            Err(error) => return End::Lost(format!("cannot connect: {}", with_causes(&error))),
+        };
+        let (reports, outbound) = mpsc::channel(OUTBOUND_REPORTS);
+        let hello = v1::WorkerReport { report: Some(Report::Hello(self.hello.clone())) };
+        if reports.try_send(hello).is_err() {
+            return End::Lost("the hello cannot be queued".to_owned());
+        }
+        let refused = |status: tonic::Status| match Class::of(&status) {
+            // Right after a break the coordinator may still hold our own old lease: that passes.
+            Class::AlreadyExists if was_registered_before => End::Lost(status.message().to_owned()),
+            Class::AlreadyExists | Class::InvalidRequest | Class::Unauthenticated => {
+                End::Refused(status.message().to_owned())
+            }
+            _ => End::Lost(status.to_string()),
+        };
+        let replies = ClusterClient::new(channel).register(ReceiverStream::new(outbound)).await;
+        let mut replies = match replies {
+            Ok(replies) => replies.into_inner(),
+            Err(status) => return refused(status),
+        };
+        let mut heartbeats = tokio::time::interval(FIRST_PERIOD);
+        heartbeats.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                _ = heartbeats.tick() => {
+                    if reports.try_send(self.heartbeat()).is_err() {
+                        return End::Lost("the connection takes no heartbeats".to_owned());
+                    }
+                }
+                reply = replies.message() => match reply {
+                    Ok(Some(v1::RegistrationReply { lease_ms })) => {
+                        if !self.was_registered {
+                            tracing::info!(lease_ms, "registered");
+                        }
+                        self.was_registered = true;
+                        let period = (Duration::from_millis(lease_ms.into()) / 3).max(LEAST_PERIOD);
+                        if period != heartbeats.period() {
+                            heartbeats = tokio::time::interval(period);
+                            heartbeats.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+                        }
+                    }
+                    Ok(None) => return End::Lost("the coordinator closed the stream".to_owned()),
+                    Err(status) => return refused(status),
+                },
+            }
+        }
+    }
+
+    fn heartbeat(&self) -> v1::WorkerReport {
+        let heartbeat = v1::Heartbeat { replicas: self.state.replicas.reports(), draining: self.state.is_draining() };
+        v1::WorkerReport { report: Some(Report::Heartbeat(heartbeat)) }
+    }
+}
+
+fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text = format!("{text}: {cause}");
+        source = cause.source();
+    }
+    text
+}

@@ -40,10 +40,10 @@ const HANGUP: PollFlags = PollFlags::RDHUP;
 #[cfg(not(any(target_os = "linux", target_os = "android")))]
 const HANGUP: PollFlags = PollFlags::HUP;
 
-/// Sends values to a peer and receives its values, in order. Dropping it closes the connection.
+/// Sends values to a peer and receives its values, in order; one thread may send while another receives.
+/// Dropping it closes the connection.
 pub struct MessageLink {
     shared: Arc<Shared>,
-    spin: Spin,
     timeout: Duration,
     watching: Option<JoinHandle<()>>,
 }
@@ -56,11 +56,13 @@ struct Shared {
 
 struct Writer {
     link: Link,
+    spin: Spin,
     last_sent: Instant,
 }
 
 struct Reader {
     link: Link,
+    spin: Spin,
     /// Bytes of the frame that is coming in.
     buffer: Vec<u8>,
     /// Payloads of whole frames.
@@ -75,9 +77,10 @@ impl MessageLink {
         let now = Instant::now();
         let shared = Arc::new(Shared {
             is_stopping: AtomicBool::new(false),
-            writer: Mutex::new(Writer { link: sending, last_sent: now }),
+            writer: Mutex::new(Writer { link: sending, spin: Spin::new(spin), last_sent: now }),
             reader: Mutex::new(Reader {
                 link: receiving,
+                spin: Spin::new(spin),
                 buffer: Vec::new(),
                 pending: VecDeque::new(),
                 last_heard: now,
@@ -90,30 +93,30 @@ impl MessageLink {
                 move || shared.watch()
             })
             .map_err(|error| link_error(peer, format!("no thread to watch its link: {error}")))?;
-        Ok(Self { shared, spin: Spin::new(spin), timeout, watching: Some(watching) })
+        Ok(Self { shared, timeout, watching: Some(watching) })
     }
 
     /// Sends `value`; returns when the socket took it.
     ///
     /// # Errors
     /// [`WorkerError::Link`] if the value is too large, or the peer closed or does not read.
-    pub fn send<T: Serialize>(&mut self, value: &T) -> Result<(), WorkerError> {
+    pub fn send<T: Serialize>(&self, value: &T) -> Result<(), WorkerError> {
         let mut writer = lock(&self.shared.writer);
         let payload = bincode::serde::encode_to_vec(value, config())
             .map_err(|error| writer.link.error(format!("message cannot be encoded: {error}")))?;
         if payload.len() > MAX_MESSAGE_BYTES {
             return Err(writer.link.error(format!("message of {} bytes, at most {MAX_MESSAGE_BYTES}", payload.len())));
         }
-        writer.send(FrameKind::Message, &payload, self.timeout, &mut self.spin)
+        writer.send(FrameKind::Message, &payload, self.timeout)
     }
 
     /// Waits for a value of the peer; `timeout` `None`: as long as the peer lives.
     ///
     /// # Errors
     /// [`WorkerError::Link`] if the peer closed, fell silent, sent something else, or `timeout` has passed.
-    pub fn receive<T: DeserializeOwned>(&mut self, timeout: Option<Duration>) -> Result<T, WorkerError> {
+    pub fn receive<T: DeserializeOwned>(&self, timeout: Option<Duration>) -> Result<T, WorkerError> {
         let mut reader = lock(&self.shared.reader);
-        let payload = reader.receive(timeout, &mut self.spin)?;
+        let payload = reader.receive(timeout)?;
         reader.decode(&payload)
     }
 
@@ -121,7 +124,7 @@ impl MessageLink {
     ///
     /// # Errors
     /// As [`receive`](Self::receive).
-    pub fn try_receive<T: DeserializeOwned>(&mut self) -> Result<Option<T>, WorkerError> {
+    pub fn try_receive<T: DeserializeOwned>(&self) -> Result<Option<T>, WorkerError> {
         let mut reader = lock(&self.shared.reader);
         if reader.pending.is_empty() {
             reader.fill()?;
@@ -181,7 +184,7 @@ impl Shared {
         if let Ok(mut writer) = self.writer.try_lock()
             && writer.last_sent.elapsed() >= HEARTBEAT_INTERVAL / 2
         {
-            writer.send(FrameKind::Heartbeat, &[], SILENCE, &mut Spin::new(Duration::ZERO))?;
+            writer.send(FrameKind::Heartbeat, &[], SILENCE)?;
         }
         if let Ok(mut reader) = self.reader.try_lock() {
             if reader.pending.len() < MAX_PENDING {
@@ -194,19 +197,19 @@ impl Shared {
 }
 
 impl Writer {
-    fn send(&mut self, kind: FrameKind, payload: &[u8], timeout: Duration, spin: &mut Spin) -> Result<(), WorkerError> {
+    fn send(&mut self, kind: FrameKind, payload: &[u8], timeout: Duration) -> Result<(), WorkerError> {
         let header = self.link.next_send(kind, payload.len());
         let mut outgoing = [Outgoing::new(&self.link, &header, payload)];
-        drive(&mut outgoing, &mut [], Until::Done, timeout, spin)?;
+        drive(&mut outgoing, &mut [], Until::Done, timeout, &mut self.spin)?;
         self.last_sent = Instant::now();
         Ok(())
     }
 }
 
 impl Reader {
-    fn receive(&mut self, timeout: Option<Duration>, spin: &mut Spin) -> Result<Vec<u8>, WorkerError> {
+    fn receive(&mut self, timeout: Option<Duration>) -> Result<Vec<u8>, WorkerError> {
         let start = Instant::now();
-        let spinning = spin.budget();
+        let spinning = self.spin.budget();
         loop {
             if let Some(payload) = self.pending.pop_front() {
                 return Ok(payload);

@@ -87,7 +87,7 @@ fn all_ranks_get_the_same_sum_of_any_length() {
 #[test]
 fn messages_pass_both_ways() {
     run_ranks(2, |rank, links| {
-        let mut link = links.message_link(1 - rank).unwrap();
+        let link = links.message_link(1 - rank).unwrap();
         for round in 0..100u32 {
             link.send(&vec![round; 1000]).unwrap();
             let got: Vec<u32> = link.receive(None).unwrap();

@@ -55,7 +55,11 @@ impl<'a> Batch<'a> {
             return Err(wrong(format!("{num_tokens} tokens, expected 1 to {}", limits.max_step_tokens)));
         }
         if plan.sequences.len() > limits.max_num_sequences {
-            return Err(wrong(format!("{} sequences, the limit is {}", plan.sequences.len(), limits.max_num_sequences)));
+            return Err(wrong(format!(
+                "{} sequences, the limit is {}",
+                plan.sequences.len(),
+                limits.max_num_sequences
+            )));
         }
         let mut batch = Self {
             token_ids: Vec::with_capacity(num_tokens),
@@ -136,8 +140,7 @@ mod tests {
     };
 
     fn sequence(first_position: u32, token_ids: &[u32], block_table: &[u32], samples: bool) -> StepSequence {
-        let sample =
-            SampleRow { top_k: 1, temperature: 1.0, noise_seed: None, penalties: Vec::new(), raw_top_k: 0 };
+        let sample = SampleRow { top_k: 1, temperature: 1.0, noise_seed: None, penalties: Vec::new(), raw_top_k: 0 };
         StepSequence {
             sequence_id: 7,
             first_position,

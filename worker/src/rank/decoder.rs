@@ -9,7 +9,7 @@ use lockstep_kernels::{
     ops::{Attention, Epilogue, RopeAndStore, RopeTable},
 };
 
-use super::{Batch, RankLinks, RankShape, weights::LayerWeights};
+use super::{Batch, RankPeers, RankShape, weights::LayerWeights};
 use crate::WorkerError;
 
 /// Activations of a rank, `[max_step_tokens, width]` each; every layer reuses them.
@@ -56,12 +56,12 @@ impl LayerContext<'_> {
         weights: &LayerWeights<D>,
         cache: &mut D::KvCache,
         activations: &mut Activations<D>,
-        links: &mut RankLinks,
+        peers: &mut RankPeers,
     ) -> Result<(), WorkerError> {
         self.attention(device, layer, weights, cache, activations)?;
-        self.reduce(device, activations, links)?;
+        self.reduce(device, activations, peers)?;
         self.feed_forward(device, weights, activations)?;
-        self.reduce(device, activations, links)
+        self.reduce(device, activations, peers)
     }
 
     fn attention<D: Device>(
@@ -121,11 +121,11 @@ impl LayerContext<'_> {
         &self,
         device: &mut D,
         activations: &mut Activations<D>,
-        links: &mut RankLinks,
+        peers: &mut RankPeers,
     ) -> Result<(), WorkerError> {
         if self.shape.tensor_parallel_size == 1 {
             return Ok(());
         }
-        device.with_host(self.batch.num_tokens(), &mut activations.hidden, |hidden| links.all_reduce_sum(hidden))
+        device.with_host(self.batch.num_tokens(), &mut activations.hidden, |hidden| peers.all_reduce_sum(hidden))
     }
 }

@@ -9,7 +9,7 @@ use lockstep_kernels::{
 use lockstep_model::ModelConfig;
 
 use super::{
-    Batch, RankLinks, RankShape, StepLimits, Weights,
+    Batch, RankPeers, RankShape, StepLimits, Weights,
     decoder::{Activations, LayerContext},
     logits::LogitBuffers,
 };
@@ -25,7 +25,7 @@ pub struct Executor<D: Device> {
     cache: D::KvCache,
     activations: Activations<D>,
     logits: Option<LogitBuffers<D>>,
-    links: RankLinks,
+    peers: RankPeers,
 }
 
 impl<D: Device> Executor<D> {
@@ -39,7 +39,7 @@ impl<D: Device> Executor<D> {
         shape: RankShape,
         limits: StepLimits,
         weights: Weights<D>,
-        links: RankLinks,
+        peers: RankPeers,
     ) -> Result<Self, WorkerError> {
         let cache = device.kv_cache(KvCacheSpec {
             num_layers: shape.layers.len(),
@@ -49,12 +49,10 @@ impl<D: Device> Executor<D> {
             head_dim: shape.head_dim,
         })?;
         let activations = Activations::new(&device, &shape, limits.max_step_tokens)?;
-        let logits = shape
-            .is_last_stage()
-            .then(|| LogitBuffers::new(&device, &shape, limits.max_num_sequences))
-            .transpose()?;
+        let logits =
+            shape.is_last_stage().then(|| LogitBuffers::new(&device, &shape, limits.max_num_sequences)).transpose()?;
         let rope = rope_table(config);
-        Ok(Self { device, shape, limits, rope, weights, cache, activations, logits, links })
+        Ok(Self { device, shape, limits, rope, weights, cache, activations, logits, peers })
     }
 
     /// Executes a step; ranks of the last stage return the candidates of their part of the vocabulary.
@@ -63,7 +61,7 @@ impl<D: Device> Executor<D> {
     /// [`WorkerError`]: the plan is wrong, the device failed, or another rank did not come. The replica is then broken.
     pub fn execute(&mut self, plan: &StepPlan) -> Result<Option<Vec<Candidates>>, WorkerError> {
         let batch = Batch::new(plan, &self.limits)?;
-        let Self { device, shape, rope, weights, cache, activations, logits, links, .. } = self;
+        let Self { device, shape, rope, weights, cache, activations, logits, peers, .. } = self;
         let num_tokens = batch.num_tokens();
         device.step(|device| {
             match &weights.embedding {
@@ -72,17 +70,17 @@ impl<D: Device> Executor<D> {
                     device.embed(embedding, first_row, &batch.token_ids, &mut activations.hidden)?;
                     if shape.tensor_parallel_size > 1 {
                         let hidden = &mut activations.hidden;
-                        device.with_host(num_tokens, hidden, |hidden| links.all_reduce_sum(hidden))?;
+                        device.with_host(num_tokens, hidden, |hidden| peers.all_reduce_sum(hidden))?;
                     }
                 }
-                _ => device.with_host(num_tokens, &mut activations.hidden, |hidden| links.receive(hidden))?,
+                _ => device.with_host(num_tokens, &mut activations.hidden, |hidden| peers.receive(hidden))?,
             }
             let context = LayerContext { shape, rope, batch: &batch };
             for (layer, weights) in weights.layers.iter().enumerate() {
-                context.run(device, layer, weights, cache, activations, links)?;
+                context.run(device, layer, weights, cache, activations, peers)?;
             }
             let (Some(output), Some(logits)) = (&weights.output, logits) else {
-                device.with_host(num_tokens, &mut activations.hidden, |hidden| links.send(hidden))?;
+                device.with_host(num_tokens, &mut activations.hidden, |hidden| peers.send(hidden))?;
                 return Ok(None);
             };
             let head = output.head.as_ref().or(weights.embedding.as_ref());

@@ -7,18 +7,18 @@
 //! - [`weights`]: its slices of the checkpoint, on the device.
 //! - [`batch`]: a checked step plan, laid out as the kernels want it.
 //! - [`decoder`]: one layer. [`logits`]: from hidden rows to candidates. [`executor`]: a whole step.
-//! - [`links`]: the other ranks that a rank meets inside a step.
+//! - [`peers`]: the other ranks that a rank meets inside a step.
 
 pub mod batch;
 mod decoder;
 pub mod executor;
-pub mod links;
 mod logits;
+pub mod peers;
 pub mod shape;
 pub mod weights;
 
 pub use batch::{Batch, StepLimits};
 pub use executor::Executor;
-pub use links::RankLinks;
+pub use peers::RankPeers;
 pub use shape::RankShape;
 pub use weights::Weights;

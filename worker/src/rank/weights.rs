@@ -125,12 +125,7 @@ impl<D: Device> WeightLoader<'_, D> {
             .ok_or_else(|| WorkerError::Mismatch(format!("it gives rank {} no {}", self.shape.rank, place())))?;
         let bytes = self.checkpoint.read_slice(role, layer, slice.rows.clone(), slice.columns.clone())?;
         (self.progress)(bytes.len() as u64);
-        Ok(HostMatrix {
-            ggml_type: tensor.ggml_type,
-            rows: slice.rows.len(),
-            columns: slice.columns.len(),
-            bytes,
-        })
+        Ok(HostMatrix { ggml_type: tensor.ggml_type, rows: slice.rows.len(), columns: slice.columns.len(), bytes })
     }
 }
 

@@ -1,0 +1,94 @@
+//! Whether a replica's part works, and the one way to say that it does not.
+//! Invariant: the first reason stays; whoever gives it, every link of the part is shut down and the engine is woken.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use tokio::sync::watch;
+
+use crate::collective::AbortHandle;
+
+/// Cloneable; all clones are one.
+#[derive(Clone)]
+pub(super) struct Health {
+    abort: AbortHandle,
+    problem: Arc<watch::Sender<Option<String>>>,
+    start: Instant,
+    last_step_ms: Arc<AtomicU64>,
+}
+
+impl Health {
+    /// A working part; `wake` is called when it breaks.
+    pub fn new(wake: impl Fn() + Send + Sync + 'static) -> Self {
+        let problem = Arc::new(watch::Sender::new(None));
+        let on_abort = {
+            let problem = problem.clone();
+            move |reason: &str| {
+                tracing::warn!(reason, "replica ended");
+                problem.send_replace(Some(reason.to_owned()));
+                wake();
+            }
+        };
+        let last_step_ms = Arc::default();
+        Self { abort: AbortHandle::with_callback(on_abort), problem, start: Instant::now(), last_step_ms }
+    }
+
+    /// Breaks the part.
+    pub fn fail(&self, reason: &str) {
+        self.abort.abort(reason);
+    }
+
+    /// Whether it broke.
+    pub fn is_broken(&self) -> bool {
+        self.problem.borrow().is_some()
+    }
+
+    /// Why it broke.
+    pub fn reason(&self) -> String {
+        self.problem.borrow().clone().unwrap_or_else(|| "a thread ended".to_owned())
+    }
+
+    /// Follows it.
+    pub fn problem(&self) -> watch::Receiver<Option<String>> {
+        self.problem.subscribe()
+    }
+
+    /// What links register with.
+    pub fn abort_handle(&self) -> AbortHandle {
+        self.abort.clone()
+    }
+
+    /// Notes that a step was executed.
+    pub fn note_step(&self) {
+        self.last_step_ms.store(self.start.elapsed().as_millis() as u64, Ordering::Relaxed);
+    }
+
+    /// Time since the last step, or since the start.
+    pub fn since_last_step(&self) -> Duration {
+        self.start.elapsed().saturating_sub(Duration::from_millis(self.last_step_ms.load(Ordering::Relaxed)))
+    }
+
+    /// Breaks the part if the thread that holds the guard panics.
+    pub fn guard(&self, thread: String) -> PanicGuard {
+        PanicGuard { health: self.clone(), thread }
+    }
+}
+
+/// See [`Health::guard`].
+pub(super) struct PanicGuard {
+    health: Health,
+    thread: String,
+}
+
+impl Drop for PanicGuard {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.health.fail(&format!("{} panicked", self.thread));
+        }
+    }
+}

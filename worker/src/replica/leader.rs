@@ -1,0 +1,303 @@
+//! The engine's thread on the leader, and the handle that submits sequences to it.
+//! Invariant: the thread alone owns the engine. It never waits for a client: outputs go to channels as long as the
+//! sequence can become; a receiver that is gone cancels its sequence before the next step.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Mutex, PoisonError,
+        mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel},
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use tokio::sync::{mpsc, oneshot};
+
+use super::{
+    ReplicaSpec,
+    health::Health,
+    rank_thread::{RankMessage, RankResult},
+    step_results::StepResults,
+};
+use crate::{
+    WorkerError,
+    collective::MessageLink,
+    engine::{Engine, EngineError, EngineStatus, SequenceId, SequenceOutput, SequenceRequest},
+    step::StepPlan,
+};
+
+/// How often an idle engine refreshes its numbers.
+const IDLE_STATUS_INTERVAL: Duration = Duration::from_secs(1);
+
+/// What wakes the engine's thread.
+pub(super) enum Event {
+    /// A new sequence.
+    Submit(Submission),
+    /// A rank of the last stage has finished a step.
+    Result { rank: usize, result: RankResult },
+    /// The replica broke.
+    Wake,
+}
+
+/// A sequence on its way to the engine.
+pub(super) struct Submission {
+    request: SequenceRequest,
+    reply: oneshot::Sender<Result<RunningSequence, EngineError>>,
+}
+
+/// The engine's inbox: room for everything that may be admitted, and for the results of the steps in flight.
+pub(super) fn inbox(spec: &ReplicaSpec) -> (SyncSender<Event>, Receiver<Event>) {
+    let num_results = spec.plan.world_size() * (spec.plan.stages.len() + 1);
+    sync_channel(spec.max_waiting_sequences + spec.max_num_sequences + num_results + 1)
+}
+
+/// Submits sequences to the engine's thread.
+#[derive(Clone)]
+pub struct LeaderHandle {
+    inbox: SyncSender<Event>,
+    status: Arc<Mutex<EngineStatus>>,
+    health: Health,
+    max_waiting_sequences: usize,
+}
+
+/// A submitted sequence. Dropping it cancels the sequence.
+pub struct RunningSequence {
+    /// Its outputs; closed without `Finished` if the replica broke (see [`Replica::problem`](super::Replica::problem)).
+    pub outputs: mpsc::Receiver<SequenceOutput>,
+}
+
+impl LeaderHandle {
+    /// Hands a sequence to the engine.
+    ///
+    /// # Errors
+    /// [`WorkerError::Engine`] if it is refused, [`WorkerError::ReplicaBroken`].
+    pub async fn submit(&self, request: SequenceRequest) -> Result<RunningSequence, WorkerError> {
+        let broken = || WorkerError::ReplicaBroken(self.health.reason());
+        if self.health.is_broken() {
+            return Err(broken());
+        }
+        let (reply, answer) = oneshot::channel();
+        self.inbox.try_send(Event::Submit(Submission { request, reply })).map_err(|error| match error {
+            TrySendError::Full(_) => {
+                let limit = self.max_waiting_sequences;
+                WorkerError::Engine(EngineError::Overloaded { waiting: limit, limit })
+            }
+            TrySendError::Disconnected(_) => broken(),
+        })?;
+        Ok(answer.await.map_err(|_| broken())??)
+    }
+
+    /// The engine's last numbers.
+    pub fn status(&self) -> EngineStatus {
+        *self.status.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A rank of another worker.
+pub(super) struct RemoteRank {
+    pub rank: usize,
+    pub link: Arc<MessageLink>,
+}
+
+/// State of the engine's thread.
+pub(super) struct EngineThread {
+    engine: Engine,
+    health: Health,
+    inbox: SyncSender<Event>,
+    events: Receiver<Event>,
+    local: Vec<SyncSender<Arc<StepPlan>>>,
+    remote: Vec<Arc<MessageLink>>,
+    last_stage: Vec<usize>,
+    results: StepResults,
+    sequences: HashMap<SequenceId, mpsc::Sender<SequenceOutput>>,
+    /// What the last update yielded; handed out after the next step is under way.
+    outputs: Vec<(SequenceId, SequenceOutput)>,
+    status: Arc<Mutex<EngineStatus>>,
+    max_sequence_tokens: usize,
+}
+
+impl EngineThread {
+    /// An idle engine over these ranks, and its handle.
+    pub fn new(
+        spec: &ReplicaSpec,
+        health: Health,
+        local: Vec<SyncSender<Arc<StepPlan>>>,
+        (inbox, events): (SyncSender<Event>, Receiver<Event>),
+    ) -> (Self, LeaderHandle) {
+        let engine = Engine::new(spec.engine_config());
+        let status = Arc::new(Mutex::new(engine.status(Instant::now())));
+        let handle = LeaderHandle {
+            inbox: inbox.clone(),
+            status: status.clone(),
+            health: health.clone(),
+            max_waiting_sequences: spec.max_waiting_sequences,
+        };
+        let last_stage: Vec<usize> =
+            spec.plan.stages.last().map(|stage| stage.ranks.iter().map(|rank| rank.rank).collect()).unwrap_or_default();
+        let thread = Self {
+            engine,
+            health,
+            inbox,
+            events,
+            local,
+            remote: Vec::new(),
+            results: StepResults::new(last_stage.clone()),
+            last_stage,
+            sequences: HashMap::new(),
+            outputs: Vec::new(),
+            status,
+            max_sequence_tokens: spec.max_sequence_tokens,
+        };
+        (thread, handle)
+    }
+
+    /// Starts the engine's thread, and one for each rank of another worker that sends results.
+    ///
+    /// # Errors
+    /// [`WorkerError::Server`] if a thread cannot be started.
+    pub fn start(mut self, remote: Vec<RemoteRank>, threads: &mut Vec<JoinHandle<()>>) -> Result<(), WorkerError> {
+        for RemoteRank { rank, link } in remote {
+            if self.last_stage.contains(&rank) {
+                let reader = ResultReader { rank, link: link.clone(), inbox: self.inbox.clone() };
+                let health = self.health.clone();
+                threads.push(spawn(format!("results-{rank}"), health, move || reader.run())?);
+            }
+            self.remote.push(link);
+        }
+        let health = self.health.clone();
+        threads.push(spawn("engine".to_owned(), health, move || self.run())?);
+        Ok(())
+    }
+
+    fn run(mut self) -> Result<(), WorkerError> {
+        loop {
+            while let Ok(event) = self.events.try_recv() {
+                self.handle(event)?;
+            }
+            if self.health.is_broken() {
+                return Ok(());
+            }
+            self.cancel_abandoned();
+            while let Some(plan) = self.engine.schedule(Instant::now()) {
+                self.broadcast(plan)?;
+            }
+            self.hand_out();
+            *self.status.lock().unwrap_or_else(PoisonError::into_inner) = self.engine.status(Instant::now());
+            match self.events.recv_timeout(IDLE_STATUS_INTERVAL) {
+                Ok(event) => self.handle(event)?,
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            }
+        }
+    }
+
+    fn handle(&mut self, event: Event) -> Result<(), WorkerError> {
+        match event {
+            Event::Submit(submission) => self.submit(submission),
+            Event::Result { rank, result } => {
+                self.results.add(rank, result)?;
+                while let Some(result) = self.results.next_complete() {
+                    self.outputs.extend(self.engine.update(result, Instant::now()));
+                }
+            }
+            Event::Wake => {}
+        }
+        Ok(())
+    }
+
+    fn submit(&mut self, Submission { request, reply }: Submission) {
+        let capacity = request.sampling.max_tokens.min(self.max_sequence_tokens) + 1;
+        let added = self.engine.add(request, Instant::now()).map(|sequence_id| {
+            let (sender, outputs) = mpsc::channel(capacity);
+            self.sequences.insert(sequence_id, sender);
+            RunningSequence { outputs }
+        });
+        // A caller that is gone drops the receiver, and with it the sequence.
+        let _ = reply.send(added);
+    }
+
+    fn cancel_abandoned(&mut self) {
+        let engine = &mut self.engine;
+        self.sequences.retain(|sequence_id, outputs| {
+            let is_abandoned = outputs.is_closed();
+            if is_abandoned {
+                engine.cancel(*sequence_id);
+            }
+            !is_abandoned
+        });
+    }
+
+    /// Remote ranks first: their way is longer.
+    fn broadcast(&mut self, plan: StepPlan) -> Result<(), WorkerError> {
+        self.results.expect(&plan);
+        for link in &self.remote {
+            link.send(&plan)?;
+        }
+        let plan = Arc::new(plan);
+        for rank in &self.local {
+            if rank.send(plan.clone()).is_err() {
+                return Err(WorkerError::ReplicaBroken("a rank's thread ended".to_owned()));
+            }
+        }
+        Ok(())
+    }
+
+    fn hand_out(&mut self) {
+        for (sequence_id, output) in self.outputs.drain(..) {
+            let is_last = matches!(output, SequenceOutput::Finished { .. });
+            if let Some(outputs) = self.sequences.get(&sequence_id) {
+                // There is room for all of its outputs; a receiver that is gone is noticed before the next step.
+                let _ = outputs.try_send(output);
+            }
+            if is_last {
+                self.sequences.remove(&sequence_id);
+            }
+        }
+    }
+}
+
+/// Forwards the results of a rank of another worker to the engine.
+struct ResultReader {
+    rank: usize,
+    link: Arc<MessageLink>,
+    inbox: SyncSender<Event>,
+}
+
+impl ResultReader {
+    fn run(self) -> Result<(), WorkerError> {
+        loop {
+            match self.link.receive(None)? {
+                RankMessage::Result(result) => {
+                    if self.inbox.send(Event::Result { rank: self.rank, result }).is_err() {
+                        return Ok(());
+                    }
+                }
+                RankMessage::Ready => {
+                    return Err(WorkerError::Link { peer: self.rank, what: "was ready twice".to_owned() });
+                }
+            }
+        }
+    }
+}
+
+/// A thread whose error or panic breaks the replica.
+fn spawn(
+    name: String,
+    health: Health,
+    run: impl FnOnce() -> Result<(), WorkerError> + Send + 'static,
+) -> Result<JoinHandle<()>, WorkerError> {
+    let guarded = {
+        let name = name.clone();
+        move || {
+            let _guard = health.guard(format!("the thread {name}"));
+            if let Err(error) = run() {
+                health.fail(&error.to_string());
+            }
+        }
+    };
+    std::thread::Builder::new()
+        .name(name)
+        .spawn(guarded)
+        .map_err(|error| WorkerError::Server(format!("no thread for the engine: {error}")))
+}

@@ -1,0 +1,204 @@
+//! One rank's thread: meets the others, loads its weights, then executes steps until its orders end.
+//! Invariant: it ends by itself when the leader closes its channel or link, and takes the replica down when it fails.
+
+use std::{
+    sync::{
+        Arc,
+        mpsc::{Receiver, SyncSender},
+    },
+    thread::JoinHandle,
+    time::Duration,
+};
+
+use lockstep_kernels::{Device, cpu::CpuDevice, ops::Candidates};
+use lockstep_model::Checkpoint;
+use serde::{Deserialize, Serialize};
+
+use super::{LEADER_RANK, ReplicaSpec, health::Health, leader::Event};
+use crate::{
+    WorkerError,
+    collective::{LinkKey, LinkListener, MessageLink, RankLinks, RankLinksConfig},
+    config::threads_per_device,
+    rank::{Executor, RankPeers, RankShape, weights::WeightLoader},
+    step::StepPlan,
+};
+
+/// Longest wait for the other ranks to appear; they open the checkpoint before they do.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a waiting rank looks again before it sleeps: a peer on another core answers faster than a thread wakes.
+const SPIN: Duration = Duration::from_micros(50);
+
+/// What a rank of the last stage makes of a step.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct RankResult {
+    /// The plan's.
+    pub step_id: u64,
+    /// One for each sampled sequence, of this rank's part of the vocabulary.
+    pub candidates: Vec<Candidates>,
+}
+
+/// What a rank of another worker says to the leader.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum RankMessage {
+    /// First: it can execute steps.
+    Ready,
+    /// Then, from the last stage: one for each step.
+    Result(RankResult),
+}
+
+/// Where a rank's plans come from and its results go.
+pub(super) enum Orders {
+    /// The engine is in this process.
+    Local { plans: Receiver<Arc<StepPlan>>, results: SyncSender<Event> },
+    /// The leader is another worker; a control link leads there.
+    Remote,
+}
+
+/// What a rank thread says while it loads.
+pub(super) enum LoadEvent {
+    /// Bytes that it will read.
+    Total(u64),
+    /// Bytes of one more slice.
+    Loaded(u64),
+    /// It can execute steps. Rank 0 hands over the control links of the ranks of other workers.
+    Ready(Vec<MessageLink>),
+    /// It cannot.
+    Failed(WorkerError),
+}
+
+/// What a rank thread starts with.
+pub(super) struct RankThread {
+    pub rank: usize,
+    pub num_local_ranks: usize,
+    pub spec: Arc<ReplicaSpec>,
+    pub checkpoint: Arc<Checkpoint>,
+    pub listener: Arc<LinkListener>,
+    pub health: Health,
+}
+
+impl RankThread {
+    /// Starts the thread.
+    pub fn spawn(self, orders: Orders, events: SyncSender<LoadEvent>) -> Result<JoinHandle<()>, WorkerError> {
+        let name = format!("rank-{}", self.rank);
+        let run = move || {
+            let _guard = self.health.guard(format!("the thread of rank {}", self.rank));
+            self.run(orders, events);
+        };
+        std::thread::Builder::new()
+            .name(name)
+            .spawn(run)
+            .map_err(|error| WorkerError::Server(format!("no thread for a rank: {error}")))
+    }
+
+    fn run(self, orders: Orders, events: SyncSender<LoadEvent>) {
+        let is_remote = matches!(orders, Orders::Remote);
+        let loaded = self.load(is_remote, &events).and_then(|(executor, mut control)| {
+            let leader = if is_remote { control.pop() } else { None };
+            if let Some(leader) = &leader {
+                leader.send(&RankMessage::Ready)?;
+            }
+            Ok((executor, leader, control))
+        });
+        let (executor, leader, control) = match loaded {
+            Ok(loaded) => loaded,
+            Err(error) => {
+                self.health.fail(&format!("rank {}: {error}", self.rank));
+                // If nobody follows the load any more, it has failed already.
+                let _ = events.send(LoadEvent::Failed(error));
+                return;
+            }
+        };
+        let _ = events.send(LoadEvent::Ready(control));
+        drop(events);
+        let executed = match (orders, leader) {
+            (Orders::Local { plans, results }, _) => self.obey_channel(executor, &plans, &results),
+            (Orders::Remote, Some(leader)) => self.obey_link(executor, &leader),
+            (Orders::Remote, None) => Err(WorkerError::Mismatch("it has no link to the leader".to_owned())),
+        };
+        if let Err(error) = executed {
+            self.health.fail(&format!("rank {}: {error}", self.rank));
+        }
+    }
+
+    /// Meets the others first: then a peer that dies is noticed while this one loads.
+    fn load(
+        &self,
+        is_remote: bool,
+        events: &SyncSender<LoadEvent>,
+    ) -> Result<(Executor<CpuDevice>, Vec<MessageLink>), WorkerError> {
+        let Self { rank, spec, checkpoint, .. } = self;
+        let config = checkpoint.config();
+        let shape = RankShape::new(config, &spec.plan, *rank)?;
+        let links = RankLinks::new(self.listener.clone(), self.links_config())?;
+        let control = self.control_links(&links, is_remote)?;
+        let peers = RankPeers::connect(&links, &spec.plan, &shape)?;
+        let device = CpuDevice::new(threads_per_device(spec.threads_per_rank, self.num_local_ranks))?;
+        let progress = |bytes| drop(events.send(LoadEvent::Loaded(bytes)));
+        let loader = WeightLoader { device: &device, checkpoint, plan: &spec.plan, shape: &shape, progress: &progress };
+        progress_total(events, loader.total_bytes());
+        let weights = loader.load()?;
+        let limits = spec.limits(config.vocab_size);
+        tracing::debug!(rank, device = device.info().name, "rank loaded");
+        Ok((Executor::new(device, config, shape, limits, weights, peers)?, control))
+    }
+
+    fn links_config(&self) -> RankLinksConfig {
+        let spec = &self.spec;
+        RankLinksConfig {
+            key: LinkKey { model: spec.model.clone(), replica: spec.replica, plan_epoch: spec.plan_epoch },
+            secret: spec.secret.clone(),
+            rank: self.rank,
+            addresses: spec.rank_addresses.clone(),
+            connect_timeout: CONNECT_TIMEOUT,
+            timeout: spec.collective_timeout,
+            spin: SPIN,
+            abort: self.health.abort_handle(),
+        }
+    }
+
+    /// A rank of another worker: the link to the leader. Rank 0: links to all ranks of other workers. Else: none.
+    fn control_links(&self, links: &RankLinks, is_remote: bool) -> Result<Vec<MessageLink>, WorkerError> {
+        if is_remote {
+            return Ok(vec![links.message_link(LEADER_RANK)?]);
+        }
+        if self.rank != LEADER_RANK {
+            return Ok(Vec::new());
+        }
+        let others = self.spec.ranks().filter(|rank| rank.worker_id != self.spec.worker_id);
+        others.map(|rank| links.message_link(rank.rank)).collect()
+    }
+
+    fn obey_channel<D: Device>(
+        &self,
+        mut executor: Executor<D>,
+        plans: &Receiver<Arc<StepPlan>>,
+        results: &SyncSender<Event>,
+    ) -> Result<(), WorkerError> {
+        // Closed: the engine has ended.
+        while let Ok(plan) = plans.recv() {
+            self.health.note_step();
+            if let Some(candidates) = executor.execute(&plan)? {
+                let result = RankResult { step_id: plan.step_id, candidates };
+                if results.send(Event::Result { rank: self.rank, result }).is_err() {
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn obey_link<D: Device>(&self, mut executor: Executor<D>, leader: &MessageLink) -> Result<(), WorkerError> {
+        loop {
+            let plan: StepPlan = leader.receive(None)?;
+            self.health.note_step();
+            if let Some(candidates) = executor.execute(&plan)? {
+                leader.send(&RankMessage::Result(RankResult { step_id: plan.step_id, candidates }))?;
+            }
+        }
+    }
+}
+
+fn progress_total(events: &SyncSender<LoadEvent>, bytes: u64) {
+    // If nobody follows the load any more, it has failed already.
+    let _ = events.send(LoadEvent::Total(bytes));
+}

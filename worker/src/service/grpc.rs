@@ -1,0 +1,203 @@
+//! The gRPC service `Worker`.
+//! Invariant: every call is answered with a class of `proto::status`; blocking work runs off the async threads; a
+//! stream that the caller drops cancels its sequence.
+
+use std::{
+    net::{SocketAddr, ToSocketAddrs},
+    path::PathBuf,
+    pin::Pin,
+    sync::Arc,
+};
+
+use futures::{Stream, StreamExt, stream};
+use lockstep_model::Checkpoint;
+use lockstep_proto::{
+    status::Class,
+    v1::{self, worker_server::Worker},
+};
+use tokio::sync::watch;
+use tokio_stream::wrappers::WatchStream;
+use tokio_util::task::task_tracker::TaskTrackerToken;
+use tonic::{Request, Response, Status};
+
+use super::{
+    WorkerState,
+    replicas::{LoadState, ReplicaKey},
+    wire,
+};
+use crate::{
+    WorkerError,
+    replica::{ReplicaSpec, RunningSequence},
+};
+
+/// Most outputs put into one message.
+const MAX_BATCHED_OUTPUTS: usize = 256;
+
+/// Serves `Worker` from the process's state.
+pub(super) struct WorkerService(pub Arc<WorkerState>);
+
+type EventStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl Worker for WorkerService {
+    async fn describe_model(
+        &self,
+        request: Request<v1::DescribeModelRequest>,
+    ) -> Result<Response<v1::DescribeModelResponse>, Status> {
+        let source = PathBuf::from(request.into_inner().source);
+        let description = tokio::task::spawn_blocking(move || describe(&source)).await;
+        let description = description.map_err(|error| Class::Internal.status(format!("describing failed: {error}")))?;
+        description.map(Response::new).map_err(|error| wire::status_of(&error))
+    }
+
+    type LoadReplicaStream = EventStream<v1::LoadReplicaProgress>;
+
+    async fn load_replica(
+        &self,
+        request: Request<v1::LoadReplicaRequest>,
+    ) -> Result<Response<Self::LoadReplicaStream>, Status> {
+        if self.0.is_draining() {
+            return Err(Class::NotReady.status("the worker is draining"));
+        }
+        let request = request.into_inner();
+        let key = ReplicaKey { model: request.model.clone(), replica: request.replica };
+        let spec = self.spec(request)?;
+        tracing::info!(model = key.model, plan_epoch = spec.plan_epoch, replica = key.replica, "loading replica");
+        let state = self.0.replicas.load(key, spec, self.0.links.clone())?;
+        Ok(Response::new(progress_stream(state)))
+    }
+
+    async fn unload_replica(
+        &self,
+        request: Request<v1::UnloadReplicaRequest>,
+    ) -> Result<Response<v1::UnloadReplicaResponse>, Status> {
+        let v1::UnloadReplicaRequest { model, plan_epoch } = request.into_inner();
+        tracing::info!(model, plan_epoch, "unloading replica");
+        let state = self.0.clone();
+        let unloaded = tokio::task::spawn_blocking(move || state.replicas.unload(&model, plan_epoch)).await;
+        unloaded.map_err(|error| Class::Internal.status(format!("unloading failed: {error}")))?;
+        Ok(Response::new(v1::UnloadReplicaResponse {}))
+    }
+
+    type RunSequenceStream = EventStream<v1::SequenceEvent>;
+
+    async fn run_sequence(
+        &self,
+        request: Request<v1::RunSequenceRequest>,
+    ) -> Result<Response<Self::RunSequenceStream>, Status> {
+        let request = request.into_inner();
+        let running_token = self.0.running.token();
+        if self.0.is_draining() {
+            return Err(Class::NotReady.status("the worker is draining"));
+        }
+        let key = ReplicaKey { model: request.model.clone(), replica: request.replica };
+        let replica = self.0.replicas.find(&key, request.plan_epoch)?;
+        let leader = replica.leader().cloned().ok_or_else(|| {
+            Class::InvalidRequest.status(format!("this worker does not lead replica {}", key.replica))
+        })?;
+        let problem = replica.problem();
+        let sequence = wire::sequence_request(request, replica.vocab_size())?;
+        drop(replica);
+        let running = leader.submit(sequence).await.map_err(|error| wire::status_of(&error))?;
+        Ok(Response::new(event_stream(running, problem, running_token)))
+    }
+
+    async fn drain(&self, _request: Request<v1::DrainRequest>) -> Result<Response<v1::DrainResponse>, Status> {
+        self.0.start_draining();
+        Ok(Response::new(v1::DrainResponse {}))
+    }
+}
+
+impl WorkerService {
+    fn spec(&self, request: v1::LoadReplicaRequest) -> Result<ReplicaSpec, Status> {
+        let config = &self.0.config;
+        let mut plan = lockstep_sharding::decode(&request.plan)
+            .map_err(|error| Class::InvalidRequest.status(error.to_string()))?;
+        let replica = request.replica as usize;
+        if replica >= plan.replicas.len() {
+            return Err(Class::InvalidRequest
+                .status(format!("replica {replica} is asked for, the plan has {}", plan.replicas.len())));
+        }
+        Ok(ReplicaSpec {
+            worker_id: config.worker_id.clone(),
+            model: request.model,
+            source: PathBuf::from(request.source),
+            plan_epoch: request.plan_epoch,
+            replica,
+            plan: plan.replicas.swap_remove(replica),
+            block_size: plan.block_size,
+            max_sequence_tokens: plan.max_sequence_tokens,
+            max_num_sequences: plan.max_num_sequences,
+            max_step_tokens: plan.max_step_tokens,
+            max_waiting_sequences: config.max_waiting_sequences,
+            secret: request.secret,
+            rank_addresses: request.rank_addresses.iter().map(|address| resolve(address)).collect::<Result<_, _>>()?,
+            threads_per_rank: config.threads_per_device,
+            collective_timeout: config.collective_timeout,
+        })
+    }
+}
+
+fn resolve(address: &str) -> Result<SocketAddr, Status> {
+    let problem = |what: String| Class::InvalidRequest.status(format!("rank_addresses has {address:?}: {what}"));
+    let mut found = address.to_socket_addrs().map_err(|error| problem(error.to_string()))?;
+    found.next().ok_or_else(|| problem("it resolves to nothing".to_owned()))
+}
+
+fn describe(source: &std::path::Path) -> Result<v1::DescribeModelResponse, WorkerError> {
+    let checkpoint = Checkpoint::open(source)?;
+    let tokenizer = checkpoint.tokenizer()?;
+    let special = tokenizer.config();
+    Ok(v1::DescribeModelResponse {
+        shape: lockstep_sharding::codec::encode_shape(checkpoint.shape())?,
+        tokenizer_json: tokenizer.to_json()?,
+        chat_template: checkpoint.chat_template().unwrap_or_default().to_owned(),
+        bos_token_id: special.bos_token_id,
+        add_bos_token: special.add_bos_token,
+        eos_token_ids: special.eos_token_ids.clone(),
+    })
+}
+
+/// Follows a load to its end; intermediate states may be skipped.
+fn progress_stream(state: watch::Receiver<LoadState>) -> EventStream<v1::LoadReplicaProgress> {
+    let messages = WatchStream::new(state).map(|LoadState { loaded_bytes, total_bytes, outcome }| match outcome {
+        None => Ok(v1::LoadReplicaProgress { loaded_bytes, total_bytes, ready: false }),
+        Some(Ok(_)) => Ok(v1::LoadReplicaProgress { loaded_bytes, total_bytes, ready: true }),
+        Some(Err(status)) => Err(status),
+    });
+    // Ends after the outcome, or if the loading thread is gone without one.
+    let ended = stream::once(async { Err(Class::Internal.status("the load ended without an outcome")) });
+    Box::pin(messages.chain(ended).scan(false, |is_over, message| {
+        let was_over = *is_over;
+        *is_over |= message.as_ref().map_or(true, |progress| progress.ready);
+        std::future::ready((!was_over).then_some(message))
+    }))
+}
+
+struct EventState {
+    running: RunningSequence,
+    problem: watch::Receiver<Option<String>>,
+    /// Keeps the drain waiting.
+    _token: TaskTrackerToken,
+}
+
+/// A sequence's outputs as events: what is ready together goes into one message, nothing waits for more.
+fn event_stream(
+    running: RunningSequence,
+    problem: watch::Receiver<Option<String>>,
+    token: TaskTrackerToken,
+) -> EventStream<v1::SequenceEvent> {
+    let state = Some(EventState { running, problem, _token: token });
+    let batches = stream::unfold(state, |state| async move {
+        let mut state = state?;
+        let mut outputs = Vec::new();
+        if state.running.outputs.recv_many(&mut outputs, MAX_BATCHED_OUTPUTS).await == 0 {
+            let reason = state.problem.borrow().clone().unwrap_or_else(|| "the sequence was dropped".to_owned());
+            return Some((vec![Err(Class::WorkerLost.status(reason))], None));
+        }
+        let events = wire::sequence_events(outputs);
+        let is_over = events.last().is_some_and(wire::is_last);
+        Some((events.into_iter().map(Ok).collect(), (!is_over).then_some(state)))
+    });
+    Box::pin(batches.flat_map(stream::iter))
+}

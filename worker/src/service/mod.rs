@@ -1,0 +1,173 @@
+//! The worker's gRPC service and its life: bind, register, serve, drain.
+//!
+//! - `grpc`: the service itself. `replicas`: the parts held. `wire`: validation and conversion.
+
+mod grpc;
+mod replicas;
+pub(crate) mod wire;
+
+use std::{
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use lockstep_kernels::{Device, cpu::CpuDevice, device::DeviceInfo};
+use lockstep_proto::{
+    MAX_MESSAGE_BYTES,
+    v1::{self, worker_server::WorkerServer},
+};
+use tokio::net::TcpListener;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tonic::transport::{Server, server::TcpIncoming};
+
+use self::{grpc::WorkerService, replicas::Replicas};
+use crate::{WorkerConfig, WorkerError, collective::LinkListener, registration::Registration};
+
+/// How often the end of a drain is looked for.
+const DRAIN_POLL: Duration = Duration::from_millis(50);
+/// How long connections may take to close after the drain.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// What the service and the registration share.
+pub(crate) struct WorkerState {
+    pub config: WorkerConfig,
+    pub links: Arc<LinkListener>,
+    pub replicas: Replicas,
+    /// One token for each running sequence.
+    pub running: TaskTracker,
+    is_draining: AtomicBool,
+}
+
+impl WorkerState {
+    /// Whether new work is refused.
+    pub fn is_draining(&self) -> bool {
+        self.is_draining.load(Ordering::Relaxed)
+    }
+
+    /// Refuses new work from now on.
+    pub fn start_draining(&self) {
+        if !self.is_draining.swap(true, Ordering::Relaxed) {
+            tracing::info!("draining");
+        }
+        self.running.close();
+    }
+}
+
+/// Runs a worker until `shutdown` fires; then drains and returns.
+///
+/// # Errors
+/// [`WorkerError`] if it cannot start or lost its registration for good.
+pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> Result<(), WorkerError> {
+    config.check()?;
+    let listen = config.listen;
+    let bind_error = |source| WorkerError::Bind { address: listen, source };
+    let listener = TcpListener::bind(listen).await.map_err(bind_error)?;
+    let address = listener.local_addr().map_err(bind_error)?;
+    let links = Arc::new(LinkListener::bind(config.rank_listen)?);
+    let info = measure_device(config.clone()).await?;
+    let hello = hello(&config, &info, address, links.local_addr());
+    tracing::info!(worker_id = config.worker_id, %address, rank_address = %links.local_addr(), device = info.name, "worker listens");
+
+    let state = Arc::new(WorkerState {
+        config,
+        links,
+        replicas: Replicas::default(),
+        running: TaskTracker::new(),
+        is_draining: AtomicBool::new(false),
+    });
+    let stop_serving = CancellationToken::new();
+    let mut server = tokio::spawn(serve(state.clone(), listener, stop_serving.clone()));
+    let mut registration = Registration::start(state.clone(), hello)?;
+
+    let outcome = tokio::select! {
+        () = shutdown.cancelled() => {
+            state.start_draining();
+            drain(&state).await;
+            Ok(())
+        }
+        error = registration.lost() => Err(error),
+        ended = &mut server => Err(server_error(ended)),
+    };
+    stop_serving.cancel();
+    let _ = tokio::time::timeout(CLOSE_TIMEOUT, &mut server).await;
+    server.abort();
+    registration.stop().await;
+    let replicas = state.clone();
+    let _ = tokio::task::spawn_blocking(move || replicas.replicas.unload_all()).await;
+    outcome
+}
+
+async fn serve(
+    state: Arc<WorkerState>,
+    listener: TcpListener,
+    stop: CancellationToken,
+) -> Result<(), tonic::transport::Error> {
+    let (health, health_service) = tonic_health::server::health_reporter();
+    health.set_serving::<WorkerServer<WorkerService>>().await;
+    let service = WorkerServer::new(WorkerService(state))
+        .max_decoding_message_size(MAX_MESSAGE_BYTES)
+        .max_encoding_message_size(MAX_MESSAGE_BYTES);
+    // `Server::tcp_nodelay` has no effect on a listener of our own.
+    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+    Server::builder()
+        .http2_keepalive_interval(Some(Duration::from_secs(5)))
+        .add_service(health_service)
+        .add_service(service)
+        .serve_with_incoming_shutdown(incoming, stop.cancelled_owned())
+        .await
+}
+
+fn server_error(ended: Result<Result<(), tonic::transport::Error>, tokio::task::JoinError>) -> WorkerError {
+    let what = match ended {
+        Ok(Ok(())) => "it ended".to_owned(),
+        Ok(Err(error)) => error.to_string(),
+        Err(error) => error.to_string(),
+    };
+    WorkerError::Server(what)
+}
+
+/// Waits until running sequences are done and the other ranks' leaders have stopped stepping, within the drain timeout.
+async fn drain(state: &WorkerState) {
+    let timeout = state.config.drain_timeout;
+    let quiet = async {
+        state.running.wait().await;
+        while !state.replicas.is_quiet() {
+            tokio::time::sleep(DRAIN_POLL).await;
+        }
+    };
+    if tokio::time::timeout(timeout, quiet).await.is_err() {
+        tracing::warn!(?timeout, running = state.running.len(), "drain timed out, sequences are cut off");
+    }
+}
+
+/// Opens one device to learn what it can do; the devices of a worker are equal.
+async fn measure_device(config: WorkerConfig) -> Result<DeviceInfo, WorkerError> {
+    let open = move || CpuDevice::new(config.threads_per_device()).map(|device| device.info().clone());
+    let info = tokio::task::spawn_blocking(open).await.map_err(|error| WorkerError::Server(error.to_string()))?;
+    Ok(info?)
+}
+
+fn hello(config: &WorkerConfig, info: &DeviceInfo, address: SocketAddr, rank_address: SocketAddr) -> v1::WorkerHello {
+    // A tenth is left to the rest of the machine.
+    let available = info.memory_bytes / 10 * 9;
+    let memory_bytes = config.memory_bytes.unwrap_or(available) / config.num_devices as u64;
+    let device = v1::WorkerDevice {
+        name: info.name.clone(),
+        reason: "no accelerator feature built in".to_owned(),
+        memory_bytes,
+        memory_bytes_per_second: info.memory_bytes_per_second,
+        operations_per_second: info.operations_per_second,
+    };
+    v1::WorkerHello {
+        worker_id: config.worker_id.clone(),
+        address: format!("{}:{}", config.advertise_host, address.port()),
+        rank_address: format!("{}:{}", config.advertise_host, rank_address.port()),
+        host: config.advertise_host.clone(),
+        devices: vec![device; config.num_devices],
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+    }
+}

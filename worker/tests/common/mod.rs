@@ -1,0 +1,184 @@
+//! Replicas in one process over loopback links: every rank a worker of its own, cut by hand.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use lockstep_model::Checkpoint;
+use lockstep_sharding::{ModelShape, RankPlan, ReplicaPlan, StagePlan};
+use lockstep_worker::{
+    collective::LinkListener,
+    engine::{Logprobs, Sampling, SequenceOutput, SequenceRequest},
+    replica::{LeaderHandle, Replica, ReplicaSpec},
+};
+
+/// Columns of a quantized matrix are cut on multiples of this.
+const BLOCK: usize = 32;
+
+/// The real model that `tests/run.sh` provides.
+pub fn test_model() -> PathBuf {
+    match std::env::var_os("LOCKSTEP_TEST_MODEL") {
+        Some(path) => path.into(),
+        None => panic!("LOCKSTEP_TEST_MODEL is not set: run tests/run.sh, which fetches the model and sets it"),
+    }
+}
+
+/// One pipeline stage for each entry, of so many tensor-parallel ranks.
+pub fn cut(shape: &ModelShape, stages: &[usize], num_kv_blocks: usize) -> ReplicaPlan {
+    let share = |total: usize, index: usize, parts: usize| total * index / parts..total * (index + 1) / parts;
+    let group_size = shape.group_size();
+    let mut rank = 0;
+    let stages = stages.iter().enumerate().map(|(stage, size)| StagePlan {
+        layers: share(shape.num_hidden_layers, stage, stages.len()),
+        ranks: (0..*size)
+            .map(|index| {
+                let query_heads = share(shape.num_attention_heads, index, *size);
+                let blocks = share(shape.intermediate_size / BLOCK, index, *size);
+                rank += 1;
+                RankPlan {
+                    rank: rank - 1,
+                    device: rank - 1,
+                    worker_id: format!("worker-{}", rank - 1),
+                    local_rank: 0,
+                    key_value_heads: query_heads.start / group_size..query_heads.end.div_ceil(group_size),
+                    query_heads,
+                    intermediate: blocks.start * BLOCK..blocks.end * BLOCK,
+                    vocabulary: share(shape.vocab_size, index, *size),
+                    weight_bytes: 0,
+                    kv_bytes: 0,
+                    activation_bytes: 0,
+                    decode_step_ms: 0.0,
+                    prefill_step_ms: 0.0,
+                    bound_by: String::new(),
+                }
+            })
+            .collect(),
+    });
+    ReplicaPlan { stages: stages.collect(), num_kv_blocks }
+}
+
+/// A replica with a worker for each rank (or one for all), in this process.
+pub struct Cluster {
+    /// One part for each worker; the first leads.
+    pub parts: Vec<Replica>,
+    /// Bytes that each part's ranks read.
+    pub loaded_bytes: Vec<u64>,
+}
+
+impl Cluster {
+    /// Loads the model, cut as `stages` says, each rank a worker of its own.
+    pub fn start(model: &Path, stages: &[usize]) -> Self {
+        let checkpoint = Checkpoint::open(model).unwrap();
+        Self::load(model, cut(checkpoint.shape(), stages, 256))
+    }
+
+    /// Loads a plan; its workers are those that it names.
+    pub fn load(model: &Path, plan: ReplicaPlan) -> Self {
+        let mut workers: Vec<String> = Vec::new();
+        let mut rank_addresses: Vec<SocketAddr> = Vec::new();
+        let mut listeners = Vec::new();
+        for rank in plan.stages.iter().flat_map(|stage| &stage.ranks) {
+            let worker = workers.iter().position(|worker| *worker == rank.worker_id).unwrap_or_else(|| {
+                workers.push(rank.worker_id.clone());
+                listeners.push(Arc::new(LinkListener::bind("127.0.0.1:0".parse().unwrap()).unwrap()));
+                workers.len() - 1
+            });
+            rank_addresses.push(listeners[worker].local_addr());
+        }
+        let loads: Vec<_> = workers
+            .into_iter()
+            .zip(listeners)
+            .map(|(worker_id, listener)| {
+                let spec = spec(model, plan.clone(), worker_id, rank_addresses.clone());
+                std::thread::spawn(move || {
+                    let loaded = AtomicU64::new(0);
+                    let progress = |bytes, _| loaded.store(bytes, Ordering::Relaxed);
+                    let replica = Replica::load(spec, listener, &progress).unwrap();
+                    (replica, loaded.load(Ordering::Relaxed))
+                })
+            })
+            .collect();
+        let (parts, loaded_bytes) = loads.into_iter().map(|load| load.join().unwrap()).unzip();
+        Self { parts, loaded_bytes }
+    }
+
+    /// Where sequences are submitted.
+    pub fn leader(&self) -> &LeaderHandle {
+        self.parts[0].leader().unwrap()
+    }
+
+    /// Waits until the leader's part is broken and says why.
+    pub fn wait_broken(&self, within: Duration) -> String {
+        let start = Instant::now();
+        loop {
+            if let Some(reason) = self.parts[0].problem().borrow().clone() {
+                return reason;
+            }
+            assert!(start.elapsed() < within, "the replica is not broken after {within:?}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+fn spec(model: &Path, plan: ReplicaPlan, worker_id: String, rank_addresses: Vec<SocketAddr>) -> ReplicaSpec {
+    ReplicaSpec {
+        worker_id,
+        model: "model".to_owned(),
+        source: model.to_owned(),
+        plan_epoch: 1,
+        replica: 0,
+        plan,
+        block_size: 16,
+        max_sequence_tokens: 1024,
+        max_num_sequences: 8,
+        max_step_tokens: 64,
+        max_waiting_sequences: 16,
+        secret: b"secret of the test".to_vec(),
+        rank_addresses,
+        threads_per_rank: 1,
+        collective_timeout: Duration::from_secs(30),
+    }
+}
+
+/// Greedy decoding of `prompt`, with the two most likely tokens of each step.
+pub fn greedy(prompt: Vec<u32>, max_tokens: usize) -> SequenceRequest {
+    let sampling = Sampling {
+        max_tokens,
+        temperature: 0.0,
+        top_p: 1.0,
+        top_k: 0,
+        min_p: 0.0,
+        seed: 1,
+        repetition_penalty: 1.0,
+        presence_penalty: 0.0,
+        frequency_penalty: 0.0,
+        stop_token_ids: Vec::new(),
+        logprobs: 2,
+    };
+    SequenceRequest { request_id: "test".to_owned(), prompt, sampling }
+}
+
+/// Runs a sequence to its end.
+pub async fn run(leader: &LeaderHandle, request: SequenceRequest) -> Vec<(u32, Logprobs)> {
+    let mut running = leader.submit(request).await.unwrap();
+    let mut tokens = Vec::new();
+    while let Some(output) = running.outputs.recv().await {
+        match output {
+            SequenceOutput::Token { token_id, logprobs } => tokens.push((token_id, logprobs.unwrap())),
+            SequenceOutput::Finished { .. } => return tokens,
+        }
+    }
+    panic!("the sequence ended without Finished after {} tokens", tokens.len());
+}
+
+/// A runtime for the few async calls of a test.
+pub fn block_on<T>(future: impl Future<Output = T>) -> T {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
+}
