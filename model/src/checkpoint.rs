@@ -16,9 +16,11 @@ use lockstep_sharding::{ModelShape, TensorRole, TensorShape};
 
 use crate::{
     ModelConfig, ModelError, Tokenizer,
-    gguf::{self, GgufFile, Metadata, TensorInfo},
+    gguf::{self, GgufFile, TensorInfo},
     positioned_file::PositionedFile,
+    safetensors::HuggingFaceCheckpoint,
     tensor_names::{Naming, expected_tensors},
+    text_source::TextSource,
 };
 
 /// An open checkpoint: header parsed and checked, weights read by position when asked for.
@@ -44,12 +46,6 @@ pub(crate) struct StoredTensor {
     pub(crate) ggml_type: GgmlType,
 }
 
-/// Where tokenizer and chat template come from.
-#[derive(Debug)]
-enum TextSource {
-    Gguf(Metadata),
-}
-
 impl Checkpoint {
     /// Opens a GGUF file, a safetensors file, or a folder with `config.json` and safetensors.
     ///
@@ -58,12 +54,19 @@ impl Checkpoint {
     pub fn open(path: &Path) -> Result<Self, ModelError> {
         let failed =
             |source| ModelError::Io { path: path.to_owned(), what: "cannot open the checkpoint".into(), source };
-        if std::fs::metadata(path).map_err(failed)?.is_dir() {
-            return Err(unknown_format(path));
-        }
+        let is_file = std::fs::metadata(path).map_err(failed)?.is_file();
         let mut magic = [0; 4];
-        let is_gguf = File::open(path).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && magic == gguf::MAGIC;
-        if is_gguf { Self::from_gguf(GgufFile::open(path)?) } else { Err(unknown_format(path)) }
+        // A file shorter than the magic is left to the other reader, which says what it lacks.
+        let is_gguf =
+            is_file && File::open(path).map_err(failed)?.read_exact(&mut magic).is_ok() && magic == gguf::MAGIC;
+        if is_gguf { Self::from_gguf(GgufFile::open(path)?) } else { Self::from_hugging_face(path) }
+    }
+
+    fn from_hugging_face(path: &Path) -> Result<Self, ModelError> {
+        let opened = HuggingFaceCheckpoint::open(path)?;
+        let text = TextSource::Files(opened.tokenizer);
+        let stored = opened.tensors.into_iter();
+        Self::assemble(opened.config, Naming::HuggingFace, stored, opened.files, text, opened.is_tied)
     }
 
     fn from_gguf(gguf: GgufFile) -> Result<Self, ModelError> {
@@ -85,7 +88,7 @@ impl Checkpoint {
             offset: tensor.offset,
             ggml_type: tensor.ggml_type,
         });
-        Self::assemble(config, Naming::Gguf, stored, vec![gguf.file], TextSource::Gguf(gguf.metadata), false)
+        Self::assemble(config, Naming::Gguf, stored, vec![gguf.file], TextSource::from_gguf(gguf.metadata)?, false)
     }
 
     /// Finds every expected tensor by name and checks its shape.
@@ -219,27 +222,18 @@ impl Checkpoint {
     /// # Errors
     /// [`ModelError`] naming the metadata that is missing or unknown.
     pub fn tokenizer(&self) -> Result<Tokenizer, ModelError> {
-        match &self.text {
-            TextSource::Gguf(metadata) => Err(metadata.unsupported("tokenizer.ggml.model", "a GGUF vocabulary")),
-        }
+        self.text.tokenizer()
     }
 
     /// The Jinja source of the chat template, if there is one.
     pub fn chat_template(&self) -> Option<&str> {
-        match &self.text {
-            TextSource::Gguf(metadata) => metadata.get("tokenizer.chat_template").ok().flatten(),
-        }
+        self.text.chat_template()
     }
 
     fn invalid(&self, file: usize, field: String, problem: String) -> ModelError {
         let path = self.files.get(file).map(|file| file.path().to_owned()).unwrap_or_default();
         ModelError::Invalid { path, field, problem }
     }
-}
-
-fn unknown_format(path: &Path) -> ModelError {
-    let problem = "expected a GGUF file, a safetensors file or a folder with config.json and safetensors".into();
-    ModelError::Invalid { path: path.to_owned(), field: "format".into(), problem }
 }
 
 /// A vector of 32-bit floats, whole.

@@ -17,7 +17,9 @@ pub mod error;
 pub mod gguf;
 pub mod positioned_file;
 pub mod rope;
+pub mod safetensors;
 pub mod tensor_names;
+mod text_source;
 pub mod tokenizer;
 
 pub use chat_template::{ChatMessage, ChatTemplate};

@@ -53,3 +53,13 @@ fn slices_reassemble_the_tensor_and_read_nothing_else() {
     let error = checkpoint.read_slice(role, layer, 0..577, 0..32).expect_err("outside").to_string();
     assert!(error.contains("blk.7.ffn_down.weight") && error.contains("576"), "{error}");
 }
+
+#[test]
+fn smollm2_has_its_tokenizer_and_template() {
+    let checkpoint = open();
+    let tokenizer = checkpoint.tokenizer().expect("tokenizer");
+    assert_eq!(tokenizer.vocab_size(), 49152);
+    let ids = tokenizer.encode("Hello, world! 123 naïve 😀", true).expect("encode");
+    assert_eq!(ids, [19556, 28, 905, 17, 216, 33, 34, 35, 15486, 46494, 40303, 218]);
+    assert!(checkpoint.chat_template().is_some_and(|template| template.contains("<|im_start|>")));
+}
