@@ -1,6 +1,8 @@
 //! Whole replicas on the real model, in one process over loopback links: every cut answers as one rank does, a lost
 //! rank breaks the replica at once, cancelled sequences give their blocks back, and a rank reads only its slices.
 
+#![allow(clippy::unwrap_used, reason = "tests")]
+
 mod common;
 
 use std::time::{Duration, Instant};

@@ -49,8 +49,8 @@ pub struct WeightLoader<'a, D: Device> {
     pub plan: &'a ReplicaPlan,
     /// The rank's part.
     pub shape: &'a RankShape,
-    /// Called with the bytes of each slice that was read.
-    pub progress: &'a (dyn Fn(u64) + Sync),
+    /// Called with the bytes of each slice that was read; an error ends the load.
+    pub progress: &'a dyn Fn(u64) -> Result<(), WorkerError>,
 }
 
 impl<D: Device> WeightLoader<'_, D> {
@@ -124,7 +124,7 @@ impl<D: Device> WeightLoader<'_, D> {
             .slice(shape, tensor, self.shape.rank)
             .ok_or_else(|| WorkerError::Mismatch(format!("it gives rank {} no {}", self.shape.rank, place())))?;
         let bytes = self.checkpoint.read_slice(role, layer, slice.rows.clone(), slice.columns.clone())?;
-        (self.progress)(bytes.len() as u64);
+        (self.progress)(bytes.len() as u64)?;
         Ok(HostMatrix { ggml_type: tensor.ggml_type, rows: slice.rows.len(), columns: slice.columns.len(), bytes })
     }
 }

@@ -20,14 +20,16 @@ use std::{
     path::PathBuf,
     sync::{
         Arc, Mutex, PoisonError,
-        mpsc::{Receiver, SyncSender, sync_channel},
+        mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel},
     },
     thread::JoinHandle,
+    time::Duration,
 };
 
 use lockstep_model::Checkpoint;
 use lockstep_sharding::{RankPlan, ReplicaPlan};
 use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 
 pub use self::leader::{LeaderHandle, RunningSequence};
 use self::{
@@ -44,6 +46,8 @@ use crate::{
 
 /// The rank whose worker leads.
 const LEADER_RANK: usize = 0;
+/// How often a load looks whether it was cancelled.
+const CANCEL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// What to load.
 #[derive(Clone, Debug)]
@@ -77,7 +81,9 @@ pub struct ReplicaSpec {
     /// Threads of each rank's CPU device; 0: all cores divided by the ranks of this worker.
     pub threads_per_rank: usize,
     /// Longest wait for another rank inside a step before the replica is taken for broken.
-    pub collective_timeout: std::time::Duration,
+    pub collective_timeout: Duration,
+    /// Ends a load that nobody wants any more.
+    pub cancel: CancellationToken,
 }
 
 impl ReplicaSpec {
@@ -207,7 +213,7 @@ impl Replica {
                 let status = leader.status();
                 status.num_running_sequences + status.num_waiting_sequences == 0
             }
-            None => self.health.since_last_step() > std::time::Duration::from_secs(1),
+            None => self.health.since_last_step() > Duration::from_secs(1),
         }
     }
 
@@ -273,13 +279,7 @@ impl Loading<'_> {
         let control = self.follow(&loaded, local_ranks.len(), progress)?;
         let mut remote = Vec::with_capacity(control.len());
         for link in control {
-            // As long as it lives: a large model takes its time.
-            let RankMessage::Ready = link.receive(None)? else {
-                return Err(WorkerError::Link {
-                    peer: link.peer(),
-                    what: "sent a result before it was ready".to_owned(),
-                });
-            };
+            self.wait_ready(&link)?;
             remote.push(RemoteRank { rank: link.peer(), link: Arc::new(link) });
         }
         Ok((orders_of_local, remote))
@@ -295,7 +295,7 @@ impl Loading<'_> {
         let (mut loaded_bytes, mut total_bytes, mut num_ready) = (0, 0, 0);
         let mut control = Vec::new();
         while num_ready < num_ranks {
-            match events.recv() {
+            match events.recv_timeout(CANCEL_INTERVAL) {
                 Ok(LoadEvent::Total(bytes)) => total_bytes += bytes,
                 Ok(LoadEvent::Loaded(bytes)) => loaded_bytes += bytes,
                 Ok(LoadEvent::Ready(links)) => {
@@ -303,11 +303,37 @@ impl Loading<'_> {
                     control.extend(links);
                 }
                 Ok(LoadEvent::Failed(error)) => return Err(error),
+                Err(RecvTimeoutError::Timeout) => self.check_cancelled()?,
                 // Every sender is gone: a rank thread panicked, and its guard has said so.
-                Err(_) => return Err(WorkerError::ReplicaBroken(self.health.reason())),
+                Err(RecvTimeoutError::Disconnected) => return Err(WorkerError::ReplicaBroken(self.health.reason())),
             }
             progress(loaded_bytes, total_bytes);
         }
         Ok(control)
+    }
+
+    /// Waits for a rank of another worker as long as it lives: a large model takes its time.
+    fn wait_ready(&self, link: &MessageLink) -> Result<(), WorkerError> {
+        loop {
+            match link.try_receive()? {
+                Some(RankMessage::Ready) => return Ok(()),
+                Some(RankMessage::Result(_)) => {
+                    let what = "sent a result before it was ready".to_owned();
+                    return Err(WorkerError::Link { peer: link.peer(), what });
+                }
+                None => std::thread::sleep(CANCEL_INTERVAL),
+            }
+            self.check_cancelled()?;
+        }
+    }
+
+    fn check_cancelled(&self) -> Result<(), WorkerError> {
+        if self.health.is_broken() {
+            return Err(WorkerError::ReplicaBroken(self.health.reason()));
+        }
+        if self.spec.cancel.is_cancelled() {
+            return Err(WorkerError::ReplicaBroken("its load was cancelled".to_owned()));
+        }
+        Ok(())
     }
 }

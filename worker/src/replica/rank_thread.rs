@@ -133,9 +133,18 @@ impl RankThread {
         let control = self.control_links(&links, is_remote)?;
         let peers = RankPeers::connect(&links, &spec.plan, &shape)?;
         let device = CpuDevice::new(threads_per_device(spec.threads_per_rank, self.num_local_ranks))?;
-        let progress = |bytes| drop(events.send(LoadEvent::Loaded(bytes)));
-        let loader = WeightLoader { device: &device, checkpoint, plan: &spec.plan, shape: &shape, progress: &progress };
-        progress_total(events, loader.total_bytes());
+        let progress = |event| {
+            let nobody = || WorkerError::ReplicaBroken("nobody follows its load any more".to_owned());
+            events.send(event).map_err(|_| nobody())
+        };
+        let loader = WeightLoader {
+            device: &device,
+            checkpoint,
+            plan: &spec.plan,
+            shape: &shape,
+            progress: &|bytes| progress(LoadEvent::Loaded(bytes)),
+        };
+        progress(LoadEvent::Total(loader.total_bytes()))?;
         let weights = loader.load()?;
         let limits = spec.limits(config.vocab_size);
         tracing::debug!(rank, device = device.info().name, "rank loaded");
@@ -196,9 +205,4 @@ impl RankThread {
             }
         }
     }
-}
-
-fn progress_total(events: &SyncSender<LoadEvent>, bytes: u64) {
-    // If nobody follows the load any more, it has failed already.
-    let _ = events.send(LoadEvent::Total(bytes));
 }

@@ -17,7 +17,7 @@ use lockstep_proto::{
 };
 use tokio::sync::watch;
 use tokio_stream::wrappers::WatchStream;
-use tokio_util::task::task_tracker::TaskTrackerToken;
+use tokio_util::{sync::CancellationToken, task::task_tracker::TaskTrackerToken};
 use tonic::{Request, Response, Status};
 
 use super::{
@@ -134,6 +134,7 @@ impl WorkerService {
             rank_addresses: request.rank_addresses.iter().map(|address| resolve(address)).collect::<Result<_, _>>()?,
             threads_per_rank: config.threads_per_device,
             collective_timeout: config.collective_timeout,
+            cancel: CancellationToken::new(),
         })
     }
 }

@@ -10,6 +10,7 @@ use std::{
 
 use lockstep_proto::{status::Class, v1};
 use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
 use super::wire;
@@ -40,6 +41,7 @@ pub(crate) struct ReplicaKey {
 
 struct Entry {
     plan_epoch: u64,
+    cancel: CancellationToken,
     state: watch::Receiver<LoadState>,
 }
 
@@ -76,7 +78,8 @@ impl Replicas {
         };
         let evicted = remove(&mut entries, is_evicted);
         let (sender, receiver) = watch::channel(LoadState::default());
-        entries.insert(key, Entry { plan_epoch: spec.plan_epoch, state: receiver.clone() });
+        entries
+            .insert(key, Entry { plan_epoch: spec.plan_epoch, cancel: spec.cancel.clone(), state: receiver.clone() });
         drop(entries);
         tokio::task::spawn_blocking(move || {
             evicted.into_iter().for_each(stop);
@@ -158,8 +161,9 @@ fn loaded(entry: &Entry) -> Option<Arc<Replica>> {
     entry.state.borrow().outcome.as_ref()?.as_ref().ok().cloned()
 }
 
-/// Stops a part. One that still loads is stopped when its load ends, since nobody holds it then.
+/// Stops a part. One that still loads ends soon, and is dropped by its loader since nobody holds it then.
 fn stop(entry: Entry) {
+    entry.cancel.cancel();
     if let Some(replica) = loaded(&entry) {
         replica.stop("the replica was unloaded");
     }

@@ -144,6 +144,7 @@ fn spec(model: &Path, plan: ReplicaPlan, worker_id: String, rank_addresses: Vec<
         rank_addresses,
         threads_per_rank: 1,
         collective_timeout: Duration::from_secs(30),
+        cancel: Default::default(),
     }
 }
 

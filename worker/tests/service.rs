@@ -1,0 +1,271 @@
+//! A worker's whole life against a stub coordinator: register, describe, load, run, unload, drain; and what it refuses.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use std::{net::SocketAddr, time::Duration};
+
+use common::{block_on, cut, test_model};
+use lockstep_proto::{
+    status::Class,
+    v1::{
+        self,
+        cluster_server::{Cluster, ClusterServer},
+        sequence_event::Event,
+        worker_client::WorkerClient,
+        worker_report::Report,
+    },
+};
+use lockstep_sharding::ShardPlan;
+use lockstep_worker::{WorkerConfig, WorkerError};
+use tokio::{sync::mpsc, task::JoinHandle};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tonic::{
+    Request, Response, Status, Streaming,
+    transport::{Channel, Server, server::TcpIncoming},
+};
+
+const WAIT: Duration = Duration::from_secs(20);
+
+/// Passes every report on, or refuses every worker.
+struct StubCoordinator {
+    reports: mpsc::Sender<Report>,
+    refuses: bool,
+}
+
+#[tonic::async_trait]
+impl Cluster for StubCoordinator {
+    type RegisterStream = ReceiverStream<Result<v1::RegistrationReply, Status>>;
+
+    async fn register(
+        &self,
+        request: Request<Streaming<v1::WorkerReport>>,
+    ) -> Result<Response<Self::RegisterStream>, Status> {
+        if self.refuses {
+            return Err(Class::AlreadyExists.status("worker_id \"w\" is registered already"));
+        }
+        let (replies, stream) = mpsc::channel(1);
+        let reports = self.reports.clone();
+        tokio::spawn(async move {
+            let mut incoming = request.into_inner();
+            replies.send(Ok(v1::RegistrationReply { lease_ms: 300 })).await.unwrap();
+            while let Ok(Some(message)) = incoming.message().await {
+                if reports.send(message.report.unwrap()).await.is_err() {
+                    break;
+                }
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+}
+
+/// A worker under a stub coordinator.
+struct Harness {
+    shutdown: CancellationToken,
+    worker: JoinHandle<Result<(), WorkerError>>,
+    hello: v1::WorkerHello,
+    reports: mpsc::Receiver<Report>,
+    client: WorkerClient<Channel>,
+}
+
+async fn stub(refuses: bool) -> (String, mpsc::Receiver<Report>) {
+    let (reports, receiver) = mpsc::channel(1000);
+    let incoming = TcpIncoming::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let address = incoming.local_addr().unwrap();
+    let stub = ClusterServer::new(StubCoordinator { reports, refuses });
+    tokio::spawn(Server::builder().add_service(stub).serve_with_incoming(incoming));
+    (format!("http://{address}"), receiver)
+}
+
+fn config(coordinator: String) -> WorkerConfig {
+    let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
+    WorkerConfig {
+        worker_id: "worker-0".to_owned(),
+        coordinator,
+        listen: any,
+        rank_listen: any,
+        advertise_host: "127.0.0.1".to_owned(),
+        num_devices: 1,
+        threads_per_device: 1,
+        memory_bytes: None,
+        collective_timeout: Duration::from_secs(30),
+        max_waiting_sequences: 4,
+        drain_timeout: Duration::from_secs(20),
+    }
+}
+
+impl Harness {
+    async fn start() -> Self {
+        let (coordinator, mut reports) = stub(false).await;
+        let shutdown = CancellationToken::new();
+        let worker = tokio::spawn(lockstep_worker::run(config(coordinator), shutdown.clone()));
+        let Some(Report::Hello(hello)) = tokio::time::timeout(WAIT, reports.recv()).await.unwrap() else {
+            panic!("the first report is no hello");
+        };
+        let client = WorkerClient::connect(format!("http://{}", hello.address)).await.unwrap();
+        let client = client.max_decoding_message_size(lockstep_proto::MAX_MESSAGE_BYTES);
+        Self { shutdown, worker, hello, reports, client }
+    }
+
+    async fn load(&mut self, plan_epoch: u64) -> Result<(), Status> {
+        let source = test_model().display().to_string();
+        let described = self.client.describe_model(v1::DescribeModelRequest { source: source.clone() }).await?;
+        let shape = lockstep_sharding::codec::decode_shape(&described.into_inner().shape).unwrap();
+        let plan = ShardPlan {
+            block_size: 16,
+            max_sequence_tokens: 512,
+            max_num_sequences: 4,
+            max_step_tokens: 64,
+            replicas: vec![cut(&shape, &[1], 128)],
+        };
+        let request = v1::LoadReplicaRequest {
+            model: "m".to_owned(),
+            source,
+            plan_epoch,
+            replica: 0,
+            plan: lockstep_sharding::encode(&plan).unwrap().into(),
+            secret: vec![7; 32],
+            rank_addresses: vec![self.hello.rank_address.clone()],
+        };
+        let mut progress = self.client.load_replica(request).await?.into_inner();
+        let mut last = v1::LoadReplicaProgress::default();
+        while let Some(message) = progress.message().await? {
+            assert!(message.loaded_bytes >= last.loaded_bytes);
+            last = message;
+        }
+        assert!(last.ready && last.loaded_bytes == last.total_bytes && last.total_bytes > 0, "{last:?}");
+        Ok(())
+    }
+
+    async fn run(&mut self, plan_epoch: u64, max_tokens: u32) -> Result<Streaming<v1::SequenceEvent>, Status> {
+        let sampling = v1::SamplingParams {
+            max_tokens: Some(max_tokens),
+            temperature: Some(0.0),
+            seed: Some(1),
+            ..Default::default()
+        };
+        let request = v1::RunSequenceRequest {
+            model: "m".to_owned(),
+            plan_epoch,
+            replica: 0,
+            request_id: "r".to_owned(),
+            token_ids: vec![504, 3575, 282, 4649, 314],
+            sampling: Some(sampling),
+            eos_token_ids: Vec::new(),
+        };
+        Ok(self.client.run_sequence(request).await?.into_inner())
+    }
+
+    /// Waits for a heartbeat that `accepts` likes.
+    async fn heartbeat(&mut self, accepts: impl Fn(&v1::Heartbeat) -> bool) -> v1::Heartbeat {
+        let found = async {
+            loop {
+                match self.reports.recv().await {
+                    Some(Report::Heartbeat(heartbeat)) if accepts(&heartbeat) => return heartbeat,
+                    Some(_) => {}
+                    None => panic!("the registration ended"),
+                }
+            }
+        };
+        tokio::time::timeout(WAIT, found).await.unwrap()
+    }
+}
+
+async fn collect(mut events: Streaming<v1::SequenceEvent>) -> (Vec<u32>, v1::SequenceFinish) {
+    let mut token_ids = Vec::new();
+    loop {
+        match events.message().await.unwrap().unwrap().event.unwrap() {
+            Event::Tokens(tokens) => token_ids.extend(tokens.token_ids),
+            Event::Finish(finish) => return (token_ids, finish),
+        }
+    }
+}
+
+#[test]
+fn a_worker_loads_runs_unloads_and_drains() {
+    block_on(async {
+        let mut harness = Harness::start().await;
+        assert_eq!(harness.hello.devices.len(), 1);
+        let early = harness.run(1, 4).await.unwrap_err();
+        assert_eq!(Class::of(&early), Class::StaleEpoch);
+        harness.load(1).await.unwrap();
+        harness.load(1).await.unwrap();
+
+        let (token_ids, finish) = collect(harness.run(1, 8).await.unwrap()).await;
+        assert_eq!((token_ids.len(), finish.reason()), (8, v1::FinishReason::Length));
+        assert_eq!(finish.usage.unwrap().prompt_tokens, 5);
+        let stale = harness.run(2, 4).await.unwrap_err();
+        assert_eq!(Class::of(&stale), Class::StaleEpoch);
+        let invalid = harness.run(1, 0).await.unwrap_err();
+        assert_eq!(Class::of(&invalid), Class::InvalidRequest);
+
+        // A stream that is dropped frees its blocks.
+        let mut abandoned = harness.run(1, 400).await.unwrap();
+        abandoned.message().await.unwrap().unwrap();
+        let engine = |heartbeat: &v1::Heartbeat| heartbeat.replicas.first().and_then(|replica| replica.engine);
+        harness.heartbeat(|heartbeat| engine(heartbeat).is_some_and(|engine| engine.num_running_sequences == 1)).await;
+        drop(abandoned);
+        let freed = |engine: v1::EngineStatus| {
+            engine.num_running_sequences == 0 && engine.num_free_kv_blocks == engine.num_kv_blocks
+        };
+        harness.heartbeat(|heartbeat| engine(heartbeat).is_some_and(freed)).await;
+
+        // A newer epoch takes over and ends what still runs on the older one.
+        let mut cut_off = harness.run(1, 400).await.unwrap();
+        cut_off.message().await.unwrap().unwrap();
+        harness.load(2).await.unwrap();
+        let lost = loop {
+            match cut_off.message().await {
+                Ok(Some(_)) => {}
+                Ok(None) => panic!("the stream ended without a status"),
+                Err(status) => break status,
+            }
+        };
+        assert_eq!(Class::of(&lost), Class::WorkerLost);
+        assert_eq!(Class::of(&harness.load(1).await.unwrap_err()), Class::StaleEpoch);
+
+        // Shutdown lets a running sequence finish and takes no new one.
+        let last = harness.run(2, 30).await.unwrap();
+        harness.shutdown.cancel();
+        harness.heartbeat(|heartbeat| heartbeat.draining).await;
+        let refused = harness.run(2, 4).await.unwrap_err();
+        assert_eq!(Class::of(&refused), Class::NotReady);
+        assert_eq!(collect(last).await.0.len(), 30);
+        tokio::time::timeout(WAIT, harness.worker).await.unwrap().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn unloading_frees_the_replica() {
+    block_on(async {
+        let mut harness = Harness::start().await;
+        harness.load(3).await.unwrap();
+        harness.heartbeat(|heartbeat| heartbeat.replicas.len() == 1).await;
+        let unload = v1::UnloadReplicaRequest { model: "m".to_owned(), plan_epoch: 3 };
+        harness.client.unload_replica(unload.clone()).await.unwrap();
+        harness.client.unload_replica(unload).await.unwrap();
+        harness.heartbeat(|heartbeat| heartbeat.replicas.is_empty()).await;
+        assert_eq!(Class::of(&harness.run(3, 4).await.unwrap_err()), Class::StaleEpoch);
+        harness.shutdown.cancel();
+        tokio::time::timeout(WAIT, harness.worker).await.unwrap().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn what_cannot_start_says_why() {
+    block_on(async {
+        let (coordinator, _reports) = stub(true).await;
+        let run = |config| tokio::time::timeout(WAIT, lockstep_worker::run(config, CancellationToken::new()));
+        let twin = run(config(coordinator.clone())).await.unwrap().unwrap_err();
+        assert!(twin.to_string().contains("registered already"), "{twin}");
+
+        let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let listen = taken.local_addr().unwrap();
+        let in_use = run(WorkerConfig { listen, ..config(coordinator.clone()) }).await.unwrap().unwrap_err();
+        assert!(in_use.to_string().contains(&listen.to_string()), "{in_use}");
+
+        let none = run(WorkerConfig { num_devices: 0, ..config(coordinator) }).await.unwrap().unwrap_err();
+        assert!(none.to_string().contains("num_devices"), "{none}");
+    });
+}
