@@ -3,13 +3,22 @@
 //! Invariant: this file only delegates: each operation is a file of its own over plain slices and the [`team`].
 //! Not here: what the operations mean (`ops`), what the blocks mean (`quant`).
 
+pub mod attention;
+pub mod gather_rows;
 mod info;
+pub mod kv_cache;
+pub mod math;
 pub mod matmul;
 pub mod memory;
+pub mod rms_norm;
+pub mod rope_and_store;
+pub mod sample;
+pub mod simd;
 pub mod team;
 
 use std::sync::Arc;
 
+pub use kv_cache::CpuKvCache;
 pub use matmul::CpuLinear;
 pub use memory::CpuTensor;
 pub use team::{SharedSlice, Team};
@@ -43,9 +52,6 @@ impl CpuDevice {
     }
 }
 
-/// A paged KV cache.
-pub struct CpuKvCache;
-
 #[allow(unused_variables, reason = "skeleton")]
 impl Device for CpuDevice {
     type Tensor = CpuTensor;
@@ -71,7 +77,7 @@ impl Device for CpuDevice {
     }
 
     fn kv_cache(&self, spec: KvCacheSpec) -> Result<CpuKvCache, KernelError> {
-        todo!()
+        CpuKvCache::new(spec)
     }
 
     fn step<T, E: From<KernelError>>(&mut self, body: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T, E> {
@@ -97,7 +103,15 @@ impl Device for CpuDevice {
         epsilon: f32,
         output: &mut CpuTensor,
     ) -> Result<(), KernelError> {
-        todo!()
+        let operation = "rms_norm";
+        for (what, got) in [("width of the weight", weight.width()), ("output width", output.width())] {
+            if got != input.width() {
+                return Err(KernelError::Shape { operation, what, got, expected: input.width() });
+            }
+        }
+        let (input, weight) = (input.rows(operation, num_tokens)?, weight.rows(operation, 1)?);
+        rms_norm::rms_norm(&self.team, input, weight, epsilon, output.rows_mut(operation, num_tokens)?);
+        Ok(())
     }
 
     fn matmul(
@@ -118,7 +132,8 @@ impl Device for CpuDevice {
         qkv: &mut CpuTensor,
         cache: &mut CpuKvCache,
     ) -> Result<(), KernelError> {
-        todo!()
+        let rows = qkv.rows_mut("rope_and_store", call.num_tokens())?;
+        rope_and_store::rope_and_store(&self.team, call, table, rows, cache)
     }
 
     fn attention(
@@ -128,11 +143,17 @@ impl Device for CpuDevice {
         cache: &CpuKvCache,
         output: &mut CpuTensor,
     ) -> Result<(), KernelError> {
-        todo!()
+        let qkv = qkv.rows("attention", call.num_tokens())?;
+        let output = output.rows_mut("attention", call.num_tokens())?;
+        attention::attention(&self.team, simd::Level::detect(), call, qkv, cache, output)
     }
 
     fn gather_rows(&mut self, rows: &[u32], input: &CpuTensor, output: &mut CpuTensor) -> Result<(), KernelError> {
-        todo!()
+        let (width, expected) = (output.width(), input.width());
+        if width != expected {
+            return Err(KernelError::Shape { operation: "gather_rows", what: "output width", got: width, expected });
+        }
+        gather_rows::gather_rows(rows, width, input.values(), output.rows_mut("gather_rows", rows.len())?)
     }
 
     fn sample(
@@ -141,7 +162,8 @@ impl Device for CpuDevice {
         first_token: u32,
         logits: &mut CpuTensor,
     ) -> Result<Vec<Candidates>, KernelError> {
-        todo!()
+        let logits = logits.rows_mut("sample", rows.len())?;
+        sample::sample(&self.team, simd::Level::detect(), rows, first_token, logits)
     }
 
     fn with_host<T, E: From<KernelError>>(
@@ -150,6 +172,6 @@ impl Device for CpuDevice {
         tensor: &mut CpuTensor,
         body: impl FnOnce(&mut [f32]) -> Result<T, E>,
     ) -> Result<T, E> {
-        todo!()
+        body(tensor.rows_mut("with_host", num_tokens)?)
     }
 }

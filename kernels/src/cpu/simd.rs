@@ -256,7 +256,8 @@ mod tests {
         fn run<S: Simd>(self, simd: S) -> Vec<u32> {
             let a: [f32; LANES] = std::array::from_fn(|lane| (lane as f32 - 7.3) * 1.7);
             let b: [f32; LANES] = std::array::from_fn(|lane| if lane == 3 { f32::NAN } else { 5.0 - lane as f32 });
-            let halves: [u16; LANES] = std::array::from_fn(|lane| [0, 1, 0x3ff, 0x400, 0x7bff, 0x7c00, 0xfc00, 0x8001][lane % 8]);
+            let halves: [u16; LANES] =
+                std::array::from_fn(|lane| [0, 1, 0x3ff, 0x400, 0x7bff, 0x7c00, 0xfc00, 0x8001][lane % 8]);
             let (x, y) = (simd.load(&a), simd.load(&b));
             let mut narrowed = [0; LANES];
             simd.store_f16(simd.mul(x, simd.splat(1e-5)), &mut narrowed);

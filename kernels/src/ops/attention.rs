@@ -90,10 +90,11 @@ impl AttentionSequence<'_> {
         if self.num_tokens == 0 {
             return Err(shape("num_tokens of a sequence", 0, 1));
         }
-        let num_keys = self
-            .first_position
-            .checked_add(self.num_tokens)
-            .ok_or(shape("first_position", self.first_position, usize::MAX - self.num_tokens))?;
+        let num_keys = self.first_position.checked_add(self.num_tokens).ok_or(shape(
+            "first_position",
+            self.first_position,
+            usize::MAX - self.num_tokens,
+        ))?;
         let num_blocks = num_keys.div_ceil(spec.block_size);
         if self.block_table.len() < num_blocks {
             return Err(shape("blocks in a block table", self.block_table.len(), num_blocks));

@@ -79,9 +79,7 @@ impl RopeAndStore<'_> {
         let mut sorted = self.slot_mapping.to_vec();
         sorted.sort_unstable();
         match sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-            Some(pair) => {
-                Err(KernelError::Duplicate { operation: OPERATION, what: "slot", got: pair[0] as usize })
-            }
+            Some(pair) => Err(KernelError::Duplicate { operation: OPERATION, what: "slot", got: pair[0] as usize }),
             None => Ok(()),
         }
     }

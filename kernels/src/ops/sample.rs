@@ -77,11 +77,8 @@ impl SampleRow {
 impl Candidates {
     /// What the whole row comes to, from what its slices came to (in any order). An empty iterator gives no candidates.
     pub fn merge(row: &SampleRow, slices: impl IntoIterator<Item = Self>) -> Self {
-        let mut merged = Self {
-            scaled_log_sum_exp: f32::NEG_INFINITY,
-            raw_log_sum_exp: f32::NEG_INFINITY,
-            ..Self::default()
-        };
+        let mut merged =
+            Self { scaled_log_sum_exp: f32::NEG_INFINITY, raw_log_sum_exp: f32::NEG_INFINITY, ..Self::default() };
         let (mut scaled, mut raw) = (Vec::new(), Vec::new());
         for slice in slices {
             merged.top.extend(slice.top);
