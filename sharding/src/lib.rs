@@ -1,15 +1,25 @@
 //! Pure planning: model shape + cluster topology + policy → shard plan. No I/O, no clock, no randomness.
 
 pub mod codec;
+mod cost;
 pub mod error;
+pub mod explain;
+mod memory;
+mod pipeline;
 pub mod plan;
 pub mod planner;
 pub mod policy;
+mod replica;
 pub mod shape;
+mod split;
 pub mod topology;
 
-pub use codec::{decode, encode};
+#[cfg(test)]
+mod tests;
+
+pub use codec::{decode, decode_shape, encode, encode_shape};
 pub use error::PlanError;
+pub use explain::Explanation;
 pub use plan::{RankPlan, ReplicaPlan, ShardPlan, StagePlan, TensorSlice};
 pub use planner::plan;
 pub use policy::{Parallelism, PlanOptions, Policy};

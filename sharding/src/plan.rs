@@ -104,32 +104,52 @@ impl ReplicaPlan {
     /// (of the token embedding when tied).
     pub fn slice(&self, shape: &ModelShape, tensor: &TensorShape, rank: usize) -> Option<TensorSlice> {
         let (stage_index, plan) = self.find_rank(rank)?;
-        let is_first = stage_index == 0;
-        let is_last = stage_index + 1 == self.stages.len();
-        if let Some(layer) = tensor.layer
-            && !self.stages[stage_index].layers.contains(&layer)
-        {
-            return None;
-        }
-        let whole_rows = 0..tensor.rows;
-        let whole_columns = 0..tensor.columns;
-        let heads = |range: &Range<usize>| range.start * shape.head_dim..range.end * shape.head_dim;
-        let (rows, columns) = match tensor.role {
-            TensorRole::TokenEmbedding if is_first || (is_last && shape.has_tied_embeddings()) => {
-                (plan.vocabulary.clone(), whole_columns)
-            }
-            TensorRole::Output if is_last => (plan.vocabulary.clone(), whole_columns),
-            TensorRole::OutputNorm if is_last => (whole_rows, whole_columns),
-            TensorRole::TokenEmbedding | TensorRole::Output | TensorRole::OutputNorm => return None,
-            TensorRole::Query => (heads(&plan.query_heads), whole_columns),
-            TensorRole::Key | TensorRole::Value => (heads(&plan.key_value_heads), whole_columns),
-            TensorRole::AttentionOutput => (whole_rows, heads(&plan.query_heads)),
-            TensorRole::Gate | TensorRole::Up => (plan.intermediate.clone(), whole_columns),
-            TensorRole::Down => (whole_rows, plan.intermediate.clone()),
-            TensorRole::AttentionNorm | TensorRole::FeedForwardNorm | TensorRole::RopeFrequencies => {
-                (whole_rows, whole_columns)
-            }
+        let position = StagePosition {
+            layers: self.stages[stage_index].layers.clone(),
+            is_first: stage_index == 0,
+            is_last: stage_index + 1 == self.stages.len(),
         };
-        Some(TensorSlice { rows, columns })
+        slice_of(shape, tensor, &position, plan)
     }
+}
+
+/// Where a stage stands in its replica.
+pub(crate) struct StagePosition {
+    pub layers: Range<usize>,
+    pub is_first: bool,
+    pub is_last: bool,
+}
+
+/// The rectangle of `tensor` that a rank of a stage holds; see [`ReplicaPlan::slice`].
+pub(crate) fn slice_of(
+    shape: &ModelShape,
+    tensor: &TensorShape,
+    stage: &StagePosition,
+    plan: &RankPlan,
+) -> Option<TensorSlice> {
+    if let Some(layer) = tensor.layer
+        && !stage.layers.contains(&layer)
+    {
+        return None;
+    }
+    let whole_rows = 0..tensor.rows;
+    let whole_columns = 0..tensor.columns;
+    let heads = |range: &Range<usize>| range.start * shape.head_dim..range.end * shape.head_dim;
+    let (rows, columns) = match tensor.role {
+        TensorRole::TokenEmbedding if stage.is_first || (stage.is_last && shape.has_tied_embeddings()) => {
+            (plan.vocabulary.clone(), whole_columns)
+        }
+        TensorRole::Output if stage.is_last => (plan.vocabulary.clone(), whole_columns),
+        TensorRole::OutputNorm if stage.is_last => (whole_rows, whole_columns),
+        TensorRole::TokenEmbedding | TensorRole::Output | TensorRole::OutputNorm => return None,
+        TensorRole::Query => (heads(&plan.query_heads), whole_columns),
+        TensorRole::Key | TensorRole::Value => (heads(&plan.key_value_heads), whole_columns),
+        TensorRole::AttentionOutput => (whole_rows, heads(&plan.query_heads)),
+        TensorRole::Gate | TensorRole::Up => (plan.intermediate.clone(), whole_columns),
+        TensorRole::Down => (whole_rows, plan.intermediate.clone()),
+        TensorRole::AttentionNorm | TensorRole::FeedForwardNorm | TensorRole::RopeFrequencies => {
+            (whole_rows, whole_columns)
+        }
+    };
+    Some(TensorSlice { rows, columns })
 }

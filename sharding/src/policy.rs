@@ -1,6 +1,11 @@
 //! What the operator asks of the planner.
+//! Invariant: `Display` writes what `FromStr` reads.
+
+use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
+
+use crate::PlanError;
 
 /// How to cut the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -25,12 +30,75 @@ pub struct Policy {
     pub replicas: Option<usize>,
 }
 
+impl Policy {
+    /// The planner chooses.
+    pub const AUTO: Self = Self { parallelism: Parallelism::Auto, replicas: None };
+}
+
+impl FromStr for Policy {
+    type Err = PlanError;
+
+    fn from_str(text: &str) -> Result<Self, PlanError> {
+        let error = || PlanError::Policy { text: text.to_owned() };
+        let number = |text: &str| text.trim().parse().ok().filter(|&number: &usize| number > 0).ok_or_else(error);
+        let mut parallelism = None;
+        let mut replicas = None;
+        for term in text.split(',') {
+            let (name, value) = term.split_once('=').map_or((term, None), |(name, value)| (name, Some(value)));
+            let degrees = match (name.trim(), value) {
+                ("auto", None) => Parallelism::Auto,
+                ("tensor", Some(value)) => fixed(number(value)?, 1),
+                ("pipeline", Some(value)) => fixed(1, number(value)?),
+                ("hybrid", Some(value)) => {
+                    let (tensor, pipeline) = value.split_once('x').ok_or_else(error)?;
+                    fixed(number(tensor)?, number(pipeline)?)
+                }
+                ("replicas", Some(value)) if replicas.is_none() => {
+                    replicas = Some(number(value)?);
+                    continue;
+                }
+                _ => return Err(error()),
+            };
+            if parallelism.replace(degrees).is_some() {
+                return Err(error());
+            }
+        }
+        Ok(Self { parallelism: parallelism.unwrap_or(Parallelism::Auto), replicas })
+    }
+}
+
+fn fixed(tensor_parallel_size: usize, pipeline_parallel_size: usize) -> Parallelism {
+    Parallelism::Fixed { tensor_parallel_size, pipeline_parallel_size }
+}
+
+impl fmt::Display for Policy {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.parallelism {
+            Parallelism::Auto => formatter.write_str("auto")?,
+            Parallelism::Fixed { tensor_parallel_size, pipeline_parallel_size: 1 } => {
+                write!(formatter, "tensor={tensor_parallel_size}")?;
+            }
+            Parallelism::Fixed { tensor_parallel_size: 1, pipeline_parallel_size } => {
+                write!(formatter, "pipeline={pipeline_parallel_size}")?;
+            }
+            Parallelism::Fixed { tensor_parallel_size, pipeline_parallel_size } => {
+                write!(formatter, "hybrid={tensor_parallel_size}x{pipeline_parallel_size}")?;
+            }
+        }
+        match self.replicas {
+            Some(replicas) => write!(formatter, ",replicas={replicas}"),
+            None => Ok(()),
+        }
+    }
+}
+
 /// Sizes that a plan must leave room for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlanOptions {
     /// Tokens in a KV block.
     pub block_size: usize,
-    /// Longest sequence served; `None`: the model's `max_position_embeddings`.
+    /// Longest sequence served, refused if it does not fit; `None`: the model's `max_position_embeddings`, less if memory
+    /// does not hold one such sequence.
     pub max_sequence_tokens: Option<usize>,
     /// Most sequences in one step.
     pub max_num_sequences: usize,
@@ -51,6 +119,32 @@ impl Default for PlanOptions {
             max_step_tokens: 512,
             kv_element_bytes: 2,
             num_kv_blocks: None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_and_policy_agree() {
+        for text in ["auto", "tensor=3", "pipeline=2", "hybrid=2x4", "auto,replicas=2", "tensor=2,replicas=3"] {
+            assert_eq!(text.parse::<Policy>().unwrap().to_string(), text);
+        }
+        assert_eq!("replicas=2".parse::<Policy>().unwrap().to_string(), "auto,replicas=2");
+        assert_eq!("hybrid=2x1".parse::<Policy>().unwrap().to_string(), "tensor=2");
+        for text in [
+            "",
+            "tensor",
+            "tensor=0",
+            "tensor=-1",
+            "hybrid=2",
+            "tensor=2,pipeline=2",
+            "replicas=1,replicas=2",
+            "auto=1",
+        ] {
+            assert!(text.parse::<Policy>().is_err(), "{text}");
         }
     }
 }

@@ -5,6 +5,8 @@
 use lockstep_formats::GgmlType;
 use serde::{Deserialize, Serialize};
 
+use crate::PlanError;
+
 /// The part that a tensor plays in a decoder. Names follow `config.json` words, not file names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum TensorRole {
@@ -95,5 +97,63 @@ impl ModelShape {
     /// Query heads that share one key/value head.
     pub fn group_size(&self) -> usize {
         self.num_attention_heads / self.num_key_value_heads.max(1)
+    }
+
+    /// Accepts a shape whose numbers agree with each other, so that the planner can rely on them.
+    ///
+    /// # Errors
+    /// [`PlanError::Shape`] naming the field.
+    pub fn check(&self) -> Result<(), PlanError> {
+        let sizes = [
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("num_hidden_layers", self.num_hidden_layers),
+            ("num_attention_heads", self.num_attention_heads),
+            ("num_key_value_heads", self.num_key_value_heads),
+            ("head_dim", self.head_dim),
+            ("vocab_size", self.vocab_size),
+            ("max_position_embeddings", self.max_position_embeddings),
+        ];
+        let refuse = |field, problem| Err(PlanError::Shape { field, problem });
+        if let Some((field, size)) = sizes.into_iter().find(|(_, size)| !(1..=1 << 24).contains(size)) {
+            return refuse(field, format!("{size} is not within 1..=2^24"));
+        }
+        if !self.num_attention_heads.is_multiple_of(self.num_key_value_heads) {
+            let problem = format!(
+                "{} does not divide num_attention_heads {}",
+                self.num_key_value_heads, self.num_attention_heads
+            );
+            return refuse("num_key_value_heads", problem);
+        }
+        for tensor in &self.tensors {
+            let expected = self.expected_size(tensor.role);
+            if expected != (tensor.rows, tensor.columns) && tensor.role != TensorRole::RopeFrequencies {
+                let problem = format!("{tensor:?} should be {} × {}", expected.0, expected.1);
+                return refuse("tensors", problem);
+            }
+            if tensor.ggml_type.bytes_of(tensor.columns).is_none() {
+                return refuse("tensors", format!("{tensor:?}: columns are no whole number of blocks"));
+            }
+            if tensor.layer.is_some_and(|layer| layer >= self.num_hidden_layers) {
+                return refuse("tensors", format!("{tensor:?}: the model has {} layers", self.num_hidden_layers));
+            }
+        }
+        Ok(())
+    }
+
+    /// Rows and columns of a tensor of that role.
+    fn expected_size(&self, role: TensorRole) -> (usize, usize) {
+        let queries = self.num_attention_heads * self.head_dim;
+        let keys = self.num_key_value_heads * self.head_dim;
+        match role {
+            TensorRole::TokenEmbedding | TensorRole::Output => (self.vocab_size, self.hidden_size),
+            TensorRole::AttentionNorm | TensorRole::FeedForwardNorm | TensorRole::OutputNorm => (1, self.hidden_size),
+            TensorRole::Query => (queries, self.hidden_size),
+            TensorRole::Key | TensorRole::Value => (keys, self.hidden_size),
+            TensorRole::AttentionOutput => (self.hidden_size, queries),
+            TensorRole::Gate | TensorRole::Up => (self.intermediate_size, self.hidden_size),
+            TensorRole::Down => (self.hidden_size, self.intermediate_size),
+            TensorRole::RopeFrequencies => (1, self.head_dim / 2),
+        }
     }
 }

@@ -1,7 +1,22 @@
 //! The devices of a cluster and how fast they are, as the planner sees them.
 //! For: built from worker registrations, from `--devices`, or from a topology file of a cluster that does not exist.
+//! Not here: reading the file, measuring a device.
+//!
+//! A topology file:
+//!
+//! ```toml
+//! [[hosts]]
+//! name = "a"
+//! devices = [{ kind = "h200", count = 8 }, { kind = "cpu", memory_bytes = 64_000_000_000 }]
+//!
+//! [inter_host]                    # links are optional: by default those of the slowest kind of device
+//! latency_seconds = 20e-6
+//! bytes_per_second = 25e9
+//! ```
 
 use serde::{Deserialize, Serialize};
+
+use crate::PlanError;
 
 /// A cluster: devices in a fixed order, and the links between hosts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -43,4 +58,223 @@ pub struct LinkSpec {
     pub latency_seconds: f64,
     /// Sustained bandwidth in each direction.
     pub bytes_per_second: f64,
+}
+
+/// A device that is known by name. Rates are sustained ones, about nine tenths of the data sheet's bandwidth and what
+/// quantized matmul reaches of its arithmetic.
+struct Kind {
+    name: &'static str,
+    memory_bytes: f64,
+    memory_bytes_per_second: f64,
+    operations_per_second: f64,
+    intra_host: LinkSpec,
+    inter_host: LinkSpec,
+}
+
+const NVLINK: LinkSpec = LinkSpec { latency_seconds: 5e-6, bytes_per_second: 300e9 };
+const PCIE: LinkSpec = LinkSpec { latency_seconds: 10e-6, bytes_per_second: 20e9 };
+const LOOPBACK: LinkSpec = LinkSpec { latency_seconds: 15e-6, bytes_per_second: 1.7e9 };
+const FABRIC: LinkSpec = LinkSpec { latency_seconds: 25e-6, bytes_per_second: 20e9 };
+const ETHERNET: LinkSpec = LinkSpec { latency_seconds: 50e-6, bytes_per_second: 1.1e9 };
+
+const KINDS: [Kind; 7] = [
+    kind("h200", 130e9, 4.5e12, 600e12, NVLINK, FABRIC),
+    kind("h100", 74e9, 3.0e12, 600e12, NVLINK, FABRIC),
+    kind("a100-80g", 74e9, 1.8e12, 220e12, NVLINK, FABRIC),
+    kind("l40s", 44e9, 0.78e12, 250e12, PCIE, FABRIC),
+    kind("rtx4090", 22e9, 0.92e12, 250e12, PCIE, ETHERNET),
+    kind("m2-ultra", 140e9, 0.7e12, 25e12, PCIE, ETHERNET),
+    kind("cpu", 14e9, 20e9, 0.4e12, LOOPBACK, ETHERNET),
+];
+
+const fn kind(
+    name: &'static str,
+    memory_bytes: f64,
+    memory_bytes_per_second: f64,
+    operations_per_second: f64,
+    intra_host: LinkSpec,
+    inter_host: LinkSpec,
+) -> Kind {
+    Kind { name, memory_bytes, memory_bytes_per_second, operations_per_second, intra_host, inter_host }
+}
+
+/// Most devices of a described cluster: a slip of the keyboard must not take all memory.
+const MAX_DEVICES: usize = 4096;
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct TopologyFile {
+    hosts: Vec<HostEntry>,
+    intra_host: Option<LinkSpec>,
+    inter_host: Option<LinkSpec>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct HostEntry {
+    name: String,
+    devices: Vec<DeviceEntry>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct DeviceEntry {
+    kind: String,
+    #[serde(default = "one")]
+    count: usize,
+    memory_bytes: Option<u64>,
+    memory_bytes_per_second: Option<f64>,
+    operations_per_second: Option<f64>,
+}
+
+fn one() -> usize {
+    1
+}
+
+impl Topology {
+    /// The cluster that a short text describes: `8*h200@a, 8*h200@b` or `2*cpu`. Parts without `@host` are a host each.
+    /// Kinds: h200, h100, a100-80g, l40s, rtx4090, m2-ultra, cpu.
+    ///
+    /// # Errors
+    /// [`PlanError::Topology`] naming the part that is not understood.
+    pub fn parse_devices(text: &str) -> Result<Self, PlanError> {
+        let mut hosts: Vec<HostEntry> = Vec::new();
+        for (index, part) in text.split(',').enumerate() {
+            let (devices, host) = part.split_once('@').unwrap_or((part, ""));
+            let host = if host.trim().is_empty() { format!("host-{index}") } else { host.trim().to_owned() };
+            let (count, kind) = devices.split_once('*').unwrap_or(("1", devices));
+            let count = count
+                .trim()
+                .parse()
+                .map_err(|_| topology_error(part.trim(), "expected COUNT*KIND@HOST, such as 8*h200@a or cpu"))?;
+            let entry = DeviceEntry {
+                kind: kind.trim().to_owned(),
+                count,
+                memory_bytes: None,
+                memory_bytes_per_second: None,
+                operations_per_second: None,
+            };
+            match hosts.iter_mut().find(|known| known.name == host) {
+                Some(known) => known.devices.push(entry),
+                None => hosts.push(HostEntry { name: host, devices: vec![entry] }),
+            }
+        }
+        Self::build(TopologyFile { hosts, intra_host: None, inter_host: None })
+    }
+
+    /// The cluster that a topology file describes; see the head of this file.
+    ///
+    /// # Errors
+    /// [`PlanError::Topology`] naming the field.
+    pub fn from_toml(text: &str) -> Result<Self, PlanError> {
+        let file = toml::from_str(text).map_err(|error| topology_error("file", error.to_string().trim_end()))?;
+        Self::build(file)
+    }
+
+    /// The links that fit devices of these names where none are known: the slowest kind's.
+    pub fn default_links<'a>(names: impl Iterator<Item = &'a str>) -> (LinkSpec, LinkSpec) {
+        let slowest = names
+            .map(|name| {
+                KINDS.iter().rposition(|kind| name.to_lowercase().contains(kind.name)).unwrap_or(KINDS.len() - 1)
+            })
+            .max()
+            .unwrap_or(KINDS.len() - 1);
+        (KINDS[slowest].intra_host, KINDS[slowest].inter_host)
+    }
+
+    fn build(file: TopologyFile) -> Result<Self, PlanError> {
+        let mut devices = Vec::new();
+        for host in &file.hosts {
+            let mut local_rank = 0;
+            for entry in &host.devices {
+                let known = KINDS.iter().find(|known| known.name == entry.kind).ok_or_else(|| {
+                    let names = KINDS.map(|kind| kind.name).join(", ");
+                    topology_error("kind", format!("{:?} is none of {names}", entry.kind))
+                })?;
+                if entry.count == 0 || entry.count > MAX_DEVICES - devices.len() {
+                    let problem = format!("{} of {} is not within 1..={MAX_DEVICES}", entry.count, entry.kind);
+                    return Err(topology_error("count", problem));
+                }
+                for _ in 0..entry.count {
+                    devices.push(DeviceSpec {
+                        worker_id: host.name.clone(),
+                        local_rank,
+                        host: host.name.clone(),
+                        name: entry.kind.clone(),
+                        memory_bytes: entry.memory_bytes.unwrap_or(known.memory_bytes as u64),
+                        memory_bytes_per_second: entry.memory_bytes_per_second.unwrap_or(known.memory_bytes_per_second),
+                        operations_per_second: entry.operations_per_second.unwrap_or(known.operations_per_second),
+                    });
+                    local_rank += 1;
+                }
+            }
+        }
+        let (intra_host, inter_host) = Self::default_links(devices.iter().map(|device| device.name.as_str()));
+        let topology = Self {
+            devices,
+            intra_host: file.intra_host.unwrap_or(intra_host),
+            inter_host: file.inter_host.unwrap_or(inter_host),
+        };
+        topology.check()?;
+        Ok(topology)
+    }
+
+    /// Accepts a topology whose rates are usable numbers.
+    ///
+    /// # Errors
+    /// [`PlanError::Topology`] naming the device or link and its field.
+    pub fn check(&self) -> Result<(), PlanError> {
+        let positive = |field: String, value: f64| {
+            let is_usable = value.is_finite() && value > 0.0;
+            if is_usable { Ok(()) } else { Err(topology_error(field, format!("{value} is not a positive number"))) }
+        };
+        if self.devices.is_empty() {
+            return Err(topology_error("devices", "the cluster has none"));
+        }
+        for device in &self.devices {
+            let at = format!("{} device {}", device.worker_id, device.local_rank);
+            positive(format!("{at}: memory_bytes_per_second"), device.memory_bytes_per_second)?;
+            positive(format!("{at}: operations_per_second"), device.operations_per_second)?;
+        }
+        for (name, link) in [("intra_host", &self.intra_host), ("inter_host", &self.inter_host)] {
+            positive(format!("{name}: bytes_per_second"), link.bytes_per_second)?;
+            positive(format!("{name}: latency_seconds"), link.latency_seconds)?;
+        }
+        Ok(())
+    }
+}
+
+fn topology_error(field: impl Into<String>, problem: impl Into<String>) -> PlanError {
+    PlanError::Topology { field: field.into(), problem: problem.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts_describe_clusters() {
+        let topology = Topology::parse_devices("8*h200@a, 8*h200@b,cpu").unwrap();
+        assert_eq!(topology.devices.len(), 17);
+        assert_eq!(topology.devices[15].host, "b");
+        assert_eq!(topology.devices[15].local_rank, 7);
+        assert_eq!(topology.intra_host, LOOPBACK);
+        let file = "[[hosts]]\nname = \"a\"\ndevices = [{ kind = \"h200\", count = 8 }]\n\
+                    [inter_host]\nlatency_seconds = 2e-5\nbytes_per_second = 25e9\n";
+        let topology = Topology::from_toml(file).unwrap();
+        assert_eq!((topology.devices.len(), topology.intra_host), (8, NVLINK));
+    }
+
+    #[test]
+    fn wrong_texts_are_refused_by_name() {
+        for (text, named) in
+            [("", "kind"), ("3*tpu", "tpu"), ("x*cpu", "x*cpu"), ("0*cpu", "count"), ("9999*cpu", "count")]
+        {
+            let message = Topology::parse_devices(text).unwrap_err().to_string();
+            assert!(message.contains(named), "{text}: {message}");
+        }
+        let message = Topology::from_toml("hosts = []\nnodes = 3").unwrap_err().to_string();
+        assert!(message.contains("nodes"), "{message}");
+        assert!(Topology::from_toml("hosts = []").is_err());
+    }
 }

@@ -1,4 +1,5 @@
 //! Replicas in one process over loopback links: every rank a worker of its own, cut by hand.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 use std::{
     net::SocketAddr,
