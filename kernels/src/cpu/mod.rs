@@ -19,10 +19,11 @@ pub mod team;
 use std::sync::Arc;
 
 pub use kv_cache::CpuKvCache;
-pub use matmul::CpuLinear;
+pub use matmul::{CpuLinear, Level};
 pub use memory::CpuTensor;
 pub use team::{SharedSlice, Team};
 
+use self::matmul::MatmulContext;
 use crate::{
     Device, KernelError,
     device::{DeviceInfo, KvCacheSpec},
@@ -33,6 +34,7 @@ use crate::{
 pub struct CpuDevice {
     info: DeviceInfo,
     team: Arc<Team>,
+    matmul: MatmulContext,
 }
 
 impl CpuDevice {
@@ -41,14 +43,30 @@ impl CpuDevice {
     /// # Errors
     /// [`KernelError::Device`] if the threads cannot be started.
     pub fn new(num_threads: usize) -> Result<Self, KernelError> {
+        Self::with_level(num_threads, Level::detect())
+    }
+
+    /// Opens the CPU at a given level of instructions, for tests and comparisons.
+    ///
+    /// # Errors
+    /// [`KernelError::Unsupported`] if the processor lacks them, [`KernelError::Device`] if the threads cannot be started.
+    pub fn with_level(num_threads: usize, level: Level) -> Result<Self, KernelError> {
+        if !level.is_supported() {
+            return Err(KernelError::Unsupported {
+                operation: "open",
+                what: format!("level {}", level.name()),
+                device: info::processor_name(),
+            });
+        }
         let team = Arc::new(Team::new(num_threads)?);
         let info = DeviceInfo {
-            name: format!("cpu {} ({} threads)", info::processor_name(), team.num_threads()),
+            name: format!("cpu {} ({} threads, {})", info::processor_name(), team.num_threads(), level.name()),
             memory_bytes: info::available_memory_bytes(),
             memory_bytes_per_second: info::measure_read_bandwidth(&team),
             operations_per_second: 1e11 * team.num_threads() as f64,
         };
-        Ok(Self { info, team })
+        let matmul = MatmulContext::new(level)?;
+        Ok(Self { info, team, matmul })
     }
 }
 
@@ -73,7 +91,7 @@ impl Device for CpuDevice {
     }
 
     fn linear(&self, matrices: Vec<HostMatrix>) -> Result<CpuLinear, KernelError> {
-        todo!()
+        CpuLinear::new(&self.team, matrices)
     }
 
     fn kv_cache(&self, spec: KvCacheSpec) -> Result<CpuKvCache, KernelError> {
@@ -92,7 +110,7 @@ impl Device for CpuDevice {
         token_ids: &[u32],
         output: &mut CpuTensor,
     ) -> Result<(), KernelError> {
-        todo!()
+        self.matmul.embed(&self.team, table, first_row, token_ids, output)
     }
 
     fn rms_norm(
@@ -122,7 +140,7 @@ impl Device for CpuDevice {
         epilogue: Epilogue,
         output: &mut CpuTensor,
     ) -> Result<(), KernelError> {
-        todo!()
+        self.matmul.matmul(&self.team, num_tokens, weight, input, epilogue, output)
     }
 
     fn rope_and_store(

@@ -265,6 +265,11 @@ impl<'a, T> SharedSlice<'a, T> {
         self.len == 0
     }
 
+    /// First element, for writes that are no ranges; the same rule holds for them as for [`range_mut`](Self::range_mut).
+    pub fn as_mut_ptr(&self) -> *mut T {
+        self.start
+    }
+
     /// One part. A range past the end is a bug of the caller and is cut off.
     ///
     /// # Safety

@@ -28,9 +28,9 @@ const MAX_MESSAGE_BYTES: usize = 16 << 20;
 /// Values that the watching thread may take from the socket before somebody asks for them.
 const MAX_PENDING: usize = 64;
 /// Pause between heartbeats of an idle link.
-const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
+const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(300);
 /// A peer that sends nothing for so long is taken for dead.
-const SILENCE: Duration = Duration::from_millis(2000);
+const SILENCE: Duration = Duration::from_millis(1500);
 /// Bytes asked of the socket at once.
 const READ_BYTES: usize = 64 << 10;
 

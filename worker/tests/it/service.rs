@@ -1,11 +1,8 @@
 //! A worker's whole life against a stub coordinator: register, describe, load, run, unload, drain; and what it refuses.
-#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
-
-mod common;
 
 use std::{net::SocketAddr, time::Duration};
 
-use common::{block_on, cut, test_model};
+use crate::cluster::{block_on, cut, test_model};
 use lockstep_proto::{
     status::Class,
     v1::{

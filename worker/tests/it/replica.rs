@@ -1,13 +1,9 @@
 //! Whole replicas on the real model, in one process over loopback links: every cut answers as one rank does, a lost
 //! rank breaks the replica at once, cancelled sequences give their blocks back, and a rank reads only its slices.
 
-#![allow(clippy::unwrap_used, reason = "tests")]
-
-mod common;
-
 use std::time::{Duration, Instant};
 
-use common::{Cluster, block_on, cut, greedy, run, test_model};
+use crate::cluster::{Cluster, block_on, cut, greedy, run, test_model};
 use lockstep_model::Checkpoint;
 
 /// Log-probability gap below which two tokens count as equally likely: sums in another order may swap them.

@@ -1,5 +1,4 @@
 //! Replicas in one process over loopback links: every rank a worker of its own, cut by hand.
-#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 use std::{
     net::SocketAddr,

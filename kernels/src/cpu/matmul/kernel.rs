@@ -1,0 +1,230 @@
+//! The product of one row group and one tile of tokens, written once for every type and level.
+//! For: `matmul`, through the tables of `level`.
+//! Invariant: an output is summed over the columns in their order, whatever the tile's width: batches change no bit.
+
+use super::{
+    activations::{MINUS_HALF_SUM, MINUS_SUM, SCALE, SCALED_HALF_SUM, SCALED_SUM, TOKEN_BYTES},
+    format::{BLOCK, Format, GROUP, quant_bytes},
+    simd::Simd,
+};
+
+/// `(group, columns, tile, output)`: writes `[T][16]` products of a packed row group and a tile of `T` tokens.
+pub(super) type Product = unsafe fn(*const u8, usize, *const u8, *mut f32);
+
+/// Product of quantized weights and a quantized tile.
+///
+/// # Safety
+/// The level's instructions are there; `group` is a packed group of the format, `tile` a quantized tile of `T` tokens,
+/// both of `columns` columns; `output` has room for `T * 16` values.
+#[inline(always)]
+pub(super) unsafe fn quantized<S: Simd, F: Format, const T: usize>(
+    group: *const u8,
+    columns: usize,
+    tile: *const u8,
+    output: *mut f32,
+) {
+    let num_blocks = columns / BLOCK;
+    let mut lane = 0;
+    while lane < GROUP {
+        // SAFETY: blocks below `num_blocks` are inside the group and the tile; outputs below `T * 16`.
+        unsafe {
+            let scales = group.add(num_blocks * quant_bytes(F::BITS));
+            let mut sums = [S::zero(); T];
+            for block in 0..num_blocks {
+                let weights = F::unpack::<S>(group.add(block * quant_bytes(F::BITS) + 4 * lane));
+                let scales = F::scales::<S>(scales, block, lane);
+                let activations = tile.add(block * TOKEN_BYTES * T);
+                for (token, sum) in sums.iter_mut().enumerate() {
+                    *sum = add_block::<S, F, T>(*sum, &weights, &scales, activations, token);
+                }
+            }
+            for (token, sum) in sums.iter().enumerate() {
+                S::store(output.add(token * GROUP + lane), *sum);
+            }
+        }
+        lane += S::LANES;
+    }
+}
+
+/// Adds one block's product for one token of the tile.
+///
+/// # Safety
+/// As [`quantized`]; `block` is a block of the tile.
+#[inline(always)]
+unsafe fn add_block<S: Simd, F: Format, const T: usize>(
+    sum: S::Floats,
+    weights: &[[S::Bytes; 4]; 2],
+    scales: &super::format::Scales<S>,
+    block: *const u8,
+    token: usize,
+) -> S::Floats {
+    // SAFETY: offsets are those of a tile of `T` tokens.
+    unsafe {
+        let quants = block.add(32 * token).cast::<i8>();
+        let scale = S::splat(block.add(SCALE * T).cast::<f32>().add(token));
+        if F::SCALES.is_halved() {
+            let second = T + token;
+            let mut first_half = start::<S, F>(block.add(MINUS_HALF_SUM * T).cast::<i32>().add(token));
+            let mut second_half = start::<S, F>(block.add(MINUS_HALF_SUM * T).cast::<i32>().add(second));
+            first_half = F::dot::<S>(first_half, &weights[0], quants);
+            second_half = F::dot::<S>(second_half, &weights[1], quants.add(16));
+            let scaled = S::mul(S::to_floats(first_half), scales.scale[0]);
+            let scaled = S::mul_add(S::to_floats(second_half), scales.scale[1], scaled);
+            let sum = S::mul_add(scaled, scale, sum);
+            if !F::SCALES.has_min() {
+                return sum;
+            }
+            let sums = block.add(SCALED_HALF_SUM * T).cast::<f32>();
+            let sum = S::mul_add(scales.min[0], S::splat(sums.add(token)), sum);
+            return S::mul_add(scales.min[1], S::splat(sums.add(second)), sum);
+        }
+        let dot = start::<S, F>(block.add(MINUS_SUM * T).cast::<i32>().add(token));
+        let dot = F::dot::<S>(dot, &weights[0], quants);
+        let dot = F::dot::<S>(dot, &weights[1], quants.add(16));
+        let sum = S::mul_add(S::to_floats(dot), S::mul(scales.scale[0], scale), sum);
+        if !F::SCALES.has_min() {
+            return sum;
+        }
+        S::mul_add(scales.min[0], S::splat(block.add(SCALED_SUM * T).cast::<f32>().add(token)), sum)
+    }
+}
+
+/// What the sum of products starts from: minus the offset's share.
+///
+/// # Safety
+/// As [`quantized`]; `minus_sum` is readable.
+#[inline(always)]
+unsafe fn start<S: Simd, F: Format>(minus_sum: *const i32) -> S::Ints {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match F::OFFSET_SHIFT {
+            0 => S::zero_ints(),
+            shift => S::shift_left(S::splat_int(minus_sum), shift),
+        }
+    }
+}
+
+/// An unquantized type of weights.
+pub(super) trait Plain {
+    /// Bytes of a value.
+    const BYTES: usize;
+
+    /// Loads one value of each row.
+    ///
+    /// # Safety
+    /// As [`Simd`].
+    unsafe fn load<S: Simd>(source: *const u8) -> S::Floats;
+}
+
+macro_rules! plain {
+    ($($name:ident: $bytes:literal bytes, $load:ident;)*) => {
+        $(
+            pub(super) struct $name;
+
+            impl Plain for $name {
+                const BYTES: usize = $bytes;
+
+                #[inline(always)]
+                unsafe fn load<S: Simd>(source: *const u8) -> S::Floats {
+                    // SAFETY: the caller's promise.
+                    unsafe { S::$load(source) }
+                }
+            }
+        )*
+    };
+}
+
+plain! {
+    F32: 4 bytes, load_f32;
+    F16: 2 bytes, load_f16;
+    BF16: 2 bytes, load_bf16;
+}
+
+/// Product of unquantized weights and an interleaved tile, in two sums: of the even and of the odd columns.
+///
+/// # Safety
+/// As [`quantized`], for a group of the plain type and a tile `[columns][T]` of f32.
+#[inline(always)]
+pub(super) unsafe fn plain<S: Simd, P: Plain, const T: usize>(
+    group: *const u8,
+    columns: usize,
+    tile: *const u8,
+    output: *mut f32,
+) {
+    let tile = tile.cast::<f32>();
+    let mut lane = 0;
+    while lane < GROUP {
+        // SAFETY: columns below `columns` are inside the group and the tile; outputs below `T * 16`.
+        unsafe {
+            let mut sums = [[S::zero(); T]; 2];
+            let rows = group.add(P::BYTES * lane);
+            for pair in 0..columns / 2 {
+                for (odd, sums) in sums.iter_mut().enumerate() {
+                    let column = 2 * pair + odd;
+                    let weights = P::load::<S>(rows.add(column * GROUP * P::BYTES));
+                    for (token, sum) in sums.iter_mut().enumerate() {
+                        *sum = S::mul_add(weights, S::splat(tile.add(column * T + token)), *sum);
+                    }
+                }
+            }
+            if columns % 2 == 1 {
+                let weights = P::load::<S>(rows.add((columns - 1) * GROUP * P::BYTES));
+                for (token, sum) in sums[0].iter_mut().enumerate() {
+                    *sum = S::mul_add(weights, S::splat(tile.add((columns - 1) * T + token)), *sum);
+                }
+            }
+            for token in 0..T {
+                S::store(output.add(token * GROUP + lane), S::add(sums[0][token], sums[1][token]));
+            }
+        }
+        lane += S::LANES;
+    }
+}
+
+/// Dequantizes one row of a packed group of a quantized type.
+///
+/// # Safety
+/// The level's instructions are there; `group` is a packed group of the format with `output.len()` columns.
+#[inline(always)]
+pub(super) unsafe fn dequantize_row<S: Simd, F: Format>(group: *const u8, row: usize, output: &mut [f32]) {
+    let lane = row / S::LANES * S::LANES;
+    let inside = row - lane;
+    let num_blocks = output.len() / BLOCK;
+    let offset = if F::OFFSET_SHIFT == 0 { 0 } else { 1_i32 << F::OFFSET_SHIFT };
+    for (block, values) in output.chunks_exact_mut(BLOCK).enumerate() {
+        let mut quants = [[0_u8; 4 * GROUP]; 8];
+        let mut factors = [[[0.0_f32; GROUP]; 2]; 2];
+        // SAFETY: the block is inside the group; the arrays hold a vector of any level.
+        unsafe {
+            let weights = F::unpack::<S>(group.add(block * quant_bytes(F::BITS) + 4 * lane));
+            for (index, target) in quants.iter_mut().enumerate() {
+                S::store_bytes(target.as_mut_ptr(), weights[index / 4][index % 4]);
+            }
+            let scales = F::scales::<S>(group.add(num_blocks * quant_bytes(F::BITS)), block, lane);
+            for (half, target) in factors.iter_mut().enumerate() {
+                S::store(target[0].as_mut_ptr(), scales.scale[half]);
+                S::store(target[1].as_mut_ptr(), scales.min[half]);
+            }
+        }
+        for (k, value) in values.iter_mut().enumerate() {
+            let quant = i32::from(quants[k / 4][4 * inside + k % 4]) - offset;
+            let factor = &factors[k / 16];
+            *value = factor[0][inside] * quant as f32 + factor[1][inside];
+        }
+    }
+}
+
+/// Copies one row of a packed group of a plain type.
+///
+/// # Safety
+/// As [`dequantize_row`].
+#[inline(always)]
+pub(super) unsafe fn plain_row<S: Simd, P: Plain>(group: *const u8, row: usize, output: &mut [f32]) {
+    let lane = row / S::LANES * S::LANES;
+    for (column, value) in output.iter_mut().enumerate() {
+        let mut values = [0.0_f32; GROUP];
+        // SAFETY: the column is inside the group; the array holds a vector of any level.
+        unsafe { S::store(values.as_mut_ptr(), P::load::<S>(group.add((column * GROUP + lane) * P::BYTES))) };
+        *value = values[row - lane];
+    }
+}

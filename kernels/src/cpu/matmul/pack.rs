@@ -1,0 +1,174 @@
+//! Repacking: from the checkpoint's rows to row groups in the layout of `format`.
+//! For: `CpuDevice::linear`.
+//! Invariant: group by group, so that beside the packed matrix only the host's copy of it is alive.
+
+use half::f16;
+use lockstep_formats::GgmlType;
+
+use super::format::{BLOCK, GROUP, SUPER, ScaleKind, quant_bytes};
+use crate::{
+    KernelError,
+    cpu::{memory::AlignedBuffer, team::Team},
+    ops::HostMatrix,
+    quant::{BlockParts, Encoding},
+};
+
+/// A matrix in row groups: one part of a linear layer.
+pub(super) struct PackedMatrix {
+    pub(super) ggml_type: GgmlType,
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+    /// Its first row in the output of the layer.
+    pub(super) first_row: usize,
+    group_bytes: usize,
+    data: AlignedBuffer,
+}
+
+impl PackedMatrix {
+    /// Repacks a matrix, all threads side by side.
+    pub(super) fn new(team: &Team, matrix: HostMatrix, first_row: usize) -> Result<Self, KernelError> {
+        let HostMatrix { ggml_type, rows, columns, bytes } = matrix;
+        let shape = |what, got, expected| KernelError::Shape { operation: "linear", what, got, expected };
+        let row_bytes = ggml_type
+            .bytes_of(columns)
+            .ok_or_else(|| shape("columns (not a multiple of the block)", columns, ggml_type.block_elements()))?;
+        if row_bytes.checked_mul(rows) != Some(bytes.len()) {
+            return Err(shape("bytes of a matrix", bytes.len(), row_bytes.saturating_mul(rows)));
+        }
+        let group_bytes = group_bytes(ggml_type, columns);
+        let num_groups = rows.div_ceil(GROUP);
+        let mut data = AlignedBuffer::zeroed(num_groups * group_bytes)?;
+        if !data.bytes().is_empty() && row_bytes > 0 {
+            let chunk = (1_usize << 16).div_ceil(group_bytes);
+            team.for_rows(data.bytes_mut(), group_bytes, chunk, &|first_group, groups| {
+                for (index, group) in groups.chunks_exact_mut(group_bytes).enumerate() {
+                    let start = (first_group + index) * GROUP * row_bytes;
+                    let end = bytes.len().min(start + GROUP * row_bytes);
+                    pack_group(ggml_type, columns, &bytes[start..end], group);
+                }
+            });
+        }
+        Ok(Self { ggml_type, rows, columns, first_row, group_bytes, data })
+    }
+
+    pub(super) fn num_groups(&self) -> usize {
+        self.rows.div_ceil(GROUP)
+    }
+
+    pub(super) fn group(&self, index: usize) -> &[u8] {
+        &self.data.bytes()[index * self.group_bytes..(index + 1) * self.group_bytes]
+    }
+
+    pub(super) fn num_bytes(&self) -> usize {
+        self.data.bytes().len()
+    }
+}
+
+/// Bytes of a packed row group, a multiple of 64.
+fn group_bytes(ggml_type: GgmlType, columns: usize) -> usize {
+    let bytes = match Encoding::of(ggml_type) {
+        None => GROUP * columns * ggml_type.block_bytes(),
+        Some(encoding) => {
+            let (unit_blocks, unit_bytes) = ScaleKind::of(ggml_type).unit();
+            let num_blocks = columns / BLOCK;
+            num_blocks * quant_bytes(usize::from(encoding.bits)) + num_blocks.div_ceil(unit_blocks) * unit_bytes
+        }
+    };
+    bytes.next_multiple_of(64)
+}
+
+/// Packs up to 16 rows into a zeroed group.
+fn pack_group(ggml_type: GgmlType, columns: usize, rows: &[u8], group: &mut [u8]) {
+    let row_bytes = ggml_type.bytes_of(columns).unwrap_or(rows.len());
+    let Some(encoding) = Encoding::of(ggml_type) else {
+        let size = ggml_type.block_bytes();
+        for (row, values) in rows.chunks_exact(row_bytes).enumerate() {
+            for (column, value) in values.chunks_exact(size).enumerate() {
+                let target = (column * GROUP + row) * size;
+                group[target..target + size].copy_from_slice(value);
+            }
+        }
+        return;
+    };
+    let bits = usize::from(encoding.bits);
+    let block_bytes = quant_bytes(bits);
+    let (quants, scales) = group.split_at_mut(columns / BLOCK * block_bytes);
+    let blocks_each = ggml_type.block_elements() / BLOCK;
+    for (row, bytes) in rows.chunks_exact(row_bytes).enumerate() {
+        for (index, bytes) in bytes.chunks_exact(ggml_type.block_bytes()).enumerate() {
+            let parts = BlockParts::read(ggml_type, bytes);
+            let targets = quants[index * blocks_each * block_bytes..].chunks_exact_mut(block_bytes);
+            for (target, source) in targets.zip(parts.quants.as_chunks::<BLOCK>().0.iter().take(blocks_each)) {
+                pack_quants(bits, row, source, target);
+            }
+            pack_scales(ScaleKind::of(ggml_type), row, index, blocks_each, &parts, scales);
+        }
+    }
+}
+
+/// Packs the quants of one row's block into the planes of its group.
+fn pack_quants(bits: usize, row: usize, source: &[u8; BLOCK], planes: &mut [u8]) {
+    for (k, &quant) in source.iter().enumerate() {
+        let (j, byte) = (k / 4, 4 * row + k % 4);
+        if bits == 8 {
+            planes[64 * j + byte] = quant;
+            continue;
+        }
+        if bits >= 4 {
+            planes[64 * (j % 4) + byte] |= (quant & 15) << (4 * (j / 4));
+        } else {
+            planes[64 * (j % 2) + byte] |= (quant & 3) << (2 * (j / 2));
+        }
+        match bits {
+            3 => planes[128 + byte] |= (quant >> 2) << j,
+            5 => planes[256 + byte] |= (quant >> 4) << j,
+            6 => planes[256 + 64 * (j % 2) + byte] |= (quant >> 4) << (2 * (j / 2)),
+            _ => {}
+        }
+    }
+}
+
+/// Packs the scales of one row's file block, which is block `index` of its row and `blocks_each` blocks of 32 long.
+fn pack_scales(kind: ScaleKind, row: usize, index: usize, blocks_each: usize, parts: &BlockParts, scales: &mut [u8]) {
+    let (_, unit_bytes) = kind.unit();
+    let mut put = |at: usize, bytes: &[u8]| scales[at..at + bytes.len()].copy_from_slice(bytes);
+    // Exact: `d` and `m` were f16 in the file (but for Q8_K).
+    let half = |value: f32| f16::from_f32(value).to_le_bytes();
+    let (d, m) = (half(parts.d), half(parts.m));
+    let unit = index * unit_bytes;
+    match kind {
+        ScaleKind::Half => put(unit + 2 * row, &d),
+        ScaleKind::HalfMin => {
+            put(unit + 2 * row, &d);
+            put(unit + 2 * GROUP + 2 * row, &m);
+        }
+        ScaleKind::Single => {
+            for block in 0..blocks_each {
+                put((index * blocks_each + block) * unit_bytes + 4 * row, &parts.d.to_le_bytes());
+            }
+        }
+        ScaleKind::SixBit => {
+            put(unit + 2 * row, &d);
+            put(unit + 2 * GROUP + 2 * row, &m);
+            for sub in 0..SUPER {
+                let at = unit + 4 * GROUP + 2 * GROUP * sub + row;
+                put(at, &[parts.scales[sub] as u8]);
+                put(at + GROUP, &[parts.mins[sub]]);
+            }
+        }
+        ScaleKind::FourBit => {
+            put(unit + 2 * row, &d);
+            put(unit + 2 * GROUP + 2 * row, &m);
+            for sub in 0..2 * SUPER {
+                let both = parts.scales[sub] as u8 | parts.mins[sub] << 4;
+                put(unit + 4 * GROUP + GROUP * sub + row, &[both]);
+            }
+        }
+        ScaleKind::Signed => {
+            put(unit + 2 * row, &d);
+            for sub in 0..2 * SUPER {
+                put(unit + 2 * GROUP + GROUP * sub + row, &[parts.scales[sub] as u8]);
+            }
+        }
+    }
+}

@@ -1,0 +1,50 @@
+//! Oracle of the matmul: float64 over dequantized weights.
+
+use crate::{
+    ops::{Epilogue, HostMatrix},
+    quant::{ACTIVATION_BLOCK, dequantize, quantize_block},
+};
+
+/// Activations as an integer backend sees them: quantized to 8 bits in blocks of 32, and back.
+pub fn round_activations(input: &[f32]) -> Vec<f32> {
+    let rounded = input.as_chunks::<ACTIVATION_BLOCK>().0.iter().flat_map(|block| {
+        let (scale, quants) = quantize_block(block);
+        quants.map(|quant| scale * f32::from(quant))
+    });
+    rounded.collect()
+}
+
+/// `epilogue(input × weightᵀ)` for `input` `[num_tokens, columns]`; `output` holds what `Epilogue::Add` adds to.
+/// Beside each output comes the sum of the absolute values of its terms, to which rounding errors are in proportion.
+pub fn matmul(matrices: &[HostMatrix], input: &[f32], epilogue: Epilogue, output: &[f64]) -> Vec<(f64, f64)> {
+    let columns = matrices[0].columns;
+    let mut results = Vec::new();
+    for (token, activations) in input.chunks_exact(columns).enumerate() {
+        let mut products = Vec::new();
+        for matrix in matrices {
+            let row_bytes = matrix.bytes.len() / matrix.rows;
+            let mut weights = vec![0.0_f32; columns];
+            for row in matrix.bytes.chunks_exact(row_bytes) {
+                dequantize(matrix.ggml_type, row, &mut weights);
+                let terms =
+                    weights.iter().zip(activations).map(|(weight, value)| f64::from(*weight) * f64::from(*value));
+                products.push(terms.fold((0.0, 0.0), |(sum, size), term: f64| (sum + term, size + term.abs())));
+            }
+        }
+        match epilogue {
+            Epilogue::Store => results.extend(products),
+            Epilogue::Add => {
+                let before = &output[token * products.len()..];
+                results.extend(products.iter().zip(before).map(|((sum, size), old)| (sum + old, size + old.abs())));
+            }
+            Epilogue::SwiGlu => {
+                let (gate, up) = products.split_at(products.len() / 2);
+                // |silu'| is at most 1.1 and |silu(x)| at most |x|.
+                results.extend(gate.iter().zip(up).map(|((gate, gate_size), (up, up_size))| {
+                    (gate / (1.0 + (-gate).exp()) * up, 1.1 * gate_size * up.abs() + gate.abs() * up_size)
+                }));
+            }
+        }
+    }
+    results
+}
