@@ -18,6 +18,7 @@ pub mod gguf;
 pub mod positioned_file;
 pub mod rope;
 pub mod safetensors;
+pub mod synth;
 pub mod tensor_names;
 mod text_source;
 pub mod tokenizer;
