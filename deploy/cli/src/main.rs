@@ -1,3 +1,114 @@
-//! The one binary.
+//! The one binary: parses the command line, sets up logs, runs one subcommand, turns its error into one line and an
+//! exit code (0 done, 1 failed, 2 wrong usage). Thin over the libraries: what a server or planner does is not here.
+//!
+//! - [`commands`]: one file a subcommand. [`settings`]: defaults < TOML file < environment < flags.
+//! - [`client`]: gRPC connections. [`logging`], [`signals`], [`units`], [`table`], [`progress`]: the terminal's side.
 
-fn main() {}
+mod client;
+mod commands;
+mod logging;
+mod progress;
+mod settings;
+mod signals;
+mod table;
+mod units;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::logging::LogFormat;
+
+/// Distributed inference of large language models: a coordinator plans how a model is cut over devices, and workers run
+/// it in lockstep.
+#[derive(Parser)]
+#[command(
+    name = "lockstep",
+    version,
+    arg_required_else_help = true,
+    after_help = "\
+Start a local cluster of two workers and talk to it:
+  lockstep up --model model.gguf --workers 2
+  lockstep generate \"The capital of France is\""
+)]
+struct Cli {
+    /// Form of the log on standard error
+    #[arg(long, global = true, value_enum, default_value_t = LogFormat::Text, env = "LOCKSTEP_LOG_FORMAT")]
+    log_format: LogFormat,
+    /// What is logged, such as `info` or `lockstep_worker=debug,info`
+    #[arg(long, global = true, default_value = "info", env = "LOCKSTEP_LOG", value_name = "FILTER")]
+    log: String,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Coordinator(commands::coordinator::Args),
+    Worker(commands::worker::Args),
+    Up(commands::up::Args),
+    Generate(commands::generate::Args),
+    Status(commands::status::Args),
+    Bench(commands::bench::Args),
+    Plan(commands::plan::Args),
+    Synth(commands::synth::Args),
+}
+
+/// The command line cannot be carried out as it was given.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct UsageError(String);
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match run(cli) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // One line: the error and its causes. A cause that its effect already quotes is not said twice.
+            let mut line = error.to_string();
+            for cause in error.chain().skip(1).map(ToString::to_string) {
+                if !line.contains(&cause) {
+                    line = format!("{line}: {cause}");
+                }
+            }
+            eprintln!("error: {}", line.replace('\n', " "));
+            ExitCode::from(if error.is::<UsageError>() { 2 } else { 1 })
+        }
+    }
+}
+
+fn run(cli: Cli) -> anyhow::Result<()> {
+    logging::init(cli.log_format, &cli.log)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let result = match cli.command {
+        Command::Coordinator(args) => runtime.block_on(commands::coordinator::run(args)),
+        Command::Worker(args) => runtime.block_on(commands::worker::run(args)),
+        Command::Up(args) => runtime.block_on(commands::up::run(args)),
+        Command::Generate(args) => runtime.block_on(commands::generate::run(args)),
+        Command::Status(args) => runtime.block_on(commands::status::run(args)),
+        Command::Bench(args) => runtime.block_on(commands::bench::run(args)),
+        Command::Plan(args) => commands::plan::run(&args),
+        Command::Synth(args) => commands::synth::run(&args),
+    };
+    // A reader that blocks on standard input must not hold the process back.
+    runtime.shutdown_background();
+    result
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        super::Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_subcommand_teaches_with_an_example() {
+        for subcommand in super::Cli::command().get_subcommands() {
+            let help = subcommand.get_after_help().map(ToString::to_string).unwrap_or_default();
+            assert!(help.contains(&format!("lockstep {}", subcommand.get_name())), "{}", subcommand.get_name());
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! A replica in this process as the target: no coordinator, no gRPC; ranks meet over loopback if there are several.
+
+use std::{
+    net::SocketAddr,
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use anyhow::Context;
+use lockstep_model::Checkpoint;
+use lockstep_sharding::{DeviceSpec, Parallelism, PlanOptions, Policy, Topology};
+use lockstep_worker::{
+    collective::LinkListener,
+    engine::{Sampling, SequenceOutput, SequenceRequest},
+    replica::{LeaderHandle, Replica, ReplicaSpec},
+};
+use tokio_util::sync::CancellationToken;
+
+use super::{Args, measure::TokenTimes};
+use crate::progress;
+
+const WORKER_ID: &str = "bench";
+/// The planner divides by these; equal devices get equal shares whatever they are.
+const MEMORY_BYTES: u64 = 1 << 40;
+const BYTES_PER_SECOND: f64 = 2e10;
+const OPERATIONS_PER_SECOND: f64 = 2e11;
+
+/// A loaded replica.
+pub struct InProcessTarget {
+    /// Keeps the rank threads alive.
+    _replica: Replica,
+    leader: LeaderHandle,
+    /// For the report.
+    pub description: String,
+    /// Token ids below it are valid.
+    pub vocab_size: usize,
+    /// Longest sequence.
+    pub max_sequence_tokens: usize,
+}
+
+impl InProcessTarget {
+    /// Plans and loads the model over this process's ranks.
+    ///
+    /// # Errors
+    /// If the model cannot be opened, cut or loaded.
+    pub fn load(model: &Path, args: &Args) -> anyhow::Result<Self> {
+        let checkpoint = Checkpoint::open(model)?;
+        let world_size = args.tensor_parallel * args.pipeline_parallel;
+        let topology = topology(world_size);
+        let policy = Policy {
+            parallelism: Parallelism::Fixed {
+                tensor_parallel_size: args.tensor_parallel,
+                pipeline_parallel_size: args.pipeline_parallel,
+            },
+            replicas: Some(1),
+        };
+        let plan = lockstep_sharding::plan(checkpoint.shape(), &topology, &policy, &options(args))?;
+        let links = Arc::new(LinkListener::bind(SocketAddr::from(([127, 0, 0, 1], 0)))?);
+        let max_sequence_tokens = plan.max_sequence_tokens;
+        let spec = ReplicaSpec {
+            worker_id: String::from(WORKER_ID),
+            model: String::from(WORKER_ID),
+            source: model.to_owned(),
+            plan_epoch: 1,
+            replica: 0,
+            block_size: plan.block_size,
+            max_sequence_tokens,
+            max_num_sequences: plan.max_num_sequences,
+            max_step_tokens: plan.max_step_tokens,
+            plan: plan.replicas.into_iter().next().context("the plan has no replica")?,
+            max_waiting_sequences: args.concurrent.iter().copied().max().unwrap_or(1).max(1),
+            secret: uuid::Uuid::new_v4().as_bytes().to_vec(),
+            rank_addresses: vec![links.local_addr(); world_size],
+            threads_per_rank: args.threads,
+            collective_timeout: Duration::from_secs(30),
+            cancel: CancellationToken::new(),
+        };
+        let bar = progress::bytes_bar("loading");
+        let replica = Replica::load(spec, links, &|loaded, total| {
+            bar.set_length(total);
+            bar.set_position(loaded);
+        })?;
+        bar.finish_and_clear();
+        let leader = replica.leader().context("the replica has no leader")?.clone();
+        let threads = if args.threads == 0 { String::from("all") } else { args.threads.to_string() };
+        let name = super::super::coordinator::default_model_name(&model.to_string_lossy());
+        let description = format!(
+            "{name} in process, tensor {} x pipeline {}, threads per rank: {threads}",
+            args.tensor_parallel, args.pipeline_parallel
+        );
+        Ok(Self {
+            _replica: replica,
+            leader,
+            description,
+            vocab_size: checkpoint.config().vocab_size,
+            max_sequence_tokens,
+        })
+    }
+
+    /// Runs one sequence to its end.
+    ///
+    /// # Errors
+    /// If the replica refuses it or breaks.
+    pub async fn generate(&self, prompt: Vec<u32>, max_tokens: usize) -> anyhow::Result<TokenTimes> {
+        let sampling = Sampling {
+            max_tokens,
+            temperature: 0.0,
+            top_p: 1.0,
+            top_k: 0,
+            min_p: 0.0,
+            seed: 0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            stop_token_ids: Vec::new(),
+            logprobs: 0,
+        };
+        let start = Instant::now();
+        let request = SequenceRequest { request_id: String::from(WORKER_ID), prompt, sampling };
+        let mut running = self.leader.submit(request).await?;
+        let mut tokens = Vec::with_capacity(max_tokens);
+        while let Some(output) = running.outputs.recv().await {
+            match output {
+                SequenceOutput::Token { .. } => tokens.push(Instant::now()),
+                SequenceOutput::Finished { .. } => return Ok(TokenTimes { start, tokens }),
+            }
+        }
+        anyhow::bail!("the replica broke")
+    }
+}
+
+/// Sizes that hold what is measured, and no more KV blocks than that.
+fn options(args: &Args) -> PlanOptions {
+    let longest = args.prefill.iter().copied().max().unwrap_or(0).max(args.decode) + 64;
+    let concurrent = args.concurrent.iter().copied().max().unwrap_or(1);
+    let options = PlanOptions::default();
+    PlanOptions {
+        max_sequence_tokens: Some(longest),
+        max_num_sequences: options.max_num_sequences.max(concurrent),
+        num_kv_blocks: Some(longest.div_ceil(options.block_size) * (concurrent + 1)),
+        ..options
+    }
+}
+
+fn topology(num_devices: usize) -> Topology {
+    let device = |local_rank| DeviceSpec {
+        worker_id: String::from(WORKER_ID),
+        local_rank,
+        host: String::from(WORKER_ID),
+        name: String::from("cpu"),
+        memory_bytes: MEMORY_BYTES,
+        memory_bytes_per_second: BYTES_PER_SECOND,
+        operations_per_second: OPERATIONS_PER_SECOND,
+    };
+    let (intra_host, inter_host) = Topology::default_links(["cpu"].into_iter());
+    Topology { devices: (0..num_devices).map(device).collect(), intra_host, inter_host }
+}

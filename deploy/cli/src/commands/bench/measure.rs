@@ -1,0 +1,157 @@
+//! What is measured: `pp N` (prompt tokens by the time to the first token), `tg N` (tokens by the time between the first
+//! and the last), `tg N x C` (all tokens of C simultaneous requests by the time from the first token to the last).
+
+use std::time::Instant;
+
+use anyhow::Context;
+
+use super::{Args, cluster::ClusterTarget, in_process::InProcessTarget};
+
+/// Prompt of a decode measurement, tokens.
+const DECODE_PROMPT_TOKENS: usize = 16;
+
+/// Who is measured.
+pub enum Target {
+    /// A coordinator.
+    Cluster(ClusterTarget),
+    /// A replica in this process.
+    InProcess(InProcessTarget),
+}
+
+/// When a request was sent and when its tokens came.
+#[derive(Debug)]
+pub struct TokenTimes {
+    /// Sent.
+    pub start: Instant,
+    /// Arrival of each token, in order.
+    pub tokens: Vec<Instant>,
+}
+
+/// Tokens per second over the repetitions.
+#[derive(Debug)]
+pub struct Measurement {
+    /// Such as `pp512` or `tg128x16`.
+    pub name: String,
+    /// Median.
+    pub median: f64,
+    /// Least.
+    pub least: f64,
+    /// Most.
+    pub most: f64,
+}
+
+impl Target {
+    /// What is measured, for the report.
+    pub fn describe(&self) -> &str {
+        match self {
+            Self::Cluster(target) => &target.description,
+            Self::InProcess(target) => &target.description,
+        }
+    }
+
+    fn limits(&self) -> (usize, usize) {
+        match self {
+            Self::Cluster(target) => (target.vocab_size, target.max_sequence_tokens),
+            Self::InProcess(target) => (target.vocab_size, target.max_sequence_tokens),
+        }
+    }
+
+    async fn generate(&self, prompt: Vec<u32>, max_tokens: usize) -> anyhow::Result<TokenTimes> {
+        let times = match self {
+            Self::Cluster(target) => target.generate(prompt, max_tokens).await,
+            Self::InProcess(target) => target.generate(prompt, max_tokens).await,
+        }?;
+        let got = times.tokens.len();
+        anyhow::ensure!(got == max_tokens, "{got} tokens were generated, {max_tokens} were asked for");
+        Ok(times)
+    }
+}
+
+/// Runs every measurement that `args` names, each once more as a warm-up.
+///
+/// # Errors
+/// If a request fails or does not fit the model.
+pub async fn measure(target: &Target, args: &Args) -> anyhow::Result<Vec<Measurement>> {
+    let (vocab_size, max_sequence_tokens) = target.limits();
+    let longest = args.prefill.iter().copied().max().unwrap_or(0).max(DECODE_PROMPT_TOKENS + args.decode);
+    anyhow::ensure!(longest < max_sequence_tokens, "{longest} tokens do not fit sequences of {max_sequence_tokens}");
+    let mut prompts = Prompts { vocab_size, state: 1 };
+    let mut results = Vec::new();
+    for &length in &args.prefill {
+        let mut rates = Vec::new();
+        for _ in 0..=args.repetitions {
+            let times = target.generate(prompts.next(length), 1).await?;
+            rates.push(length as f64 / (times.tokens[0] - times.start).as_secs_f64());
+        }
+        results.push(summary(format!("pp{length}"), &rates[1..])?);
+    }
+    for &concurrent in &args.concurrent {
+        let mut rates = Vec::new();
+        for _ in 0..=args.repetitions {
+            rates.push(decode_rate(target, &mut prompts, concurrent, args.decode).await?);
+        }
+        let name =
+            if concurrent == 1 { format!("tg{}", args.decode) } else { format!("tg{}x{concurrent}", args.decode) };
+        results.push(summary(name, &rates[1..])?);
+    }
+    Ok(results)
+}
+
+async fn decode_rate(target: &Target, prompts: &mut Prompts, concurrent: usize, decode: usize) -> anyhow::Result<f64> {
+    let requests = (0..concurrent).map(|_| target.generate(prompts.next(DECODE_PROMPT_TOKENS), decode));
+    let all = futures::future::try_join_all(requests).await?;
+    let tokens = || all.iter().flat_map(|times| times.tokens.iter().copied());
+    let first = tokens().min().context("no tokens")?;
+    let last = tokens().max().context("no tokens")?;
+    // The first token of each request is the end of its prefill.
+    Ok((concurrent * (decode - 1)) as f64 / (last - first).as_secs_f64().max(1e-9))
+}
+
+fn summary(name: String, rates: &[f64]) -> anyhow::Result<Measurement> {
+    let mut sorted = rates.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let middle = sorted.len() / 2;
+    let (Some(&least), Some(&most), Some(&upper)) = (sorted.first(), sorted.last(), sorted.get(middle)) else {
+        anyhow::bail!("{name} was not measured");
+    };
+    let median = if sorted.len() % 2 == 1 { upper } else { f64::midpoint(sorted[middle - 1], upper) };
+    Ok(Measurement { name, median, least, most })
+}
+
+/// Pseudo-random prompts, every one another, so that no cache of prefixes helps.
+struct Prompts {
+    vocab_size: usize,
+    state: u64,
+}
+
+impl Prompts {
+    fn next(&mut self, length: usize) -> Vec<u32> {
+        // A linear congruential generator (Knuth's MMIX constants); its upper bits are good enough here.
+        let mut token = || {
+            self.state = self.state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            ((self.state >> 33) % self.vocab_size.max(1) as u64) as u32
+        };
+        (0..length).map(|_| token()).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_is_in_the_middle() {
+        let even = summary(String::from("a"), &[4.0, 1.0, 3.0, 2.0]).unwrap();
+        assert_eq!((even.median, even.least, even.most), (2.5, 1.0, 4.0));
+        assert_eq!(summary(String::from("a"), &[9.0, 1.0, 3.0]).unwrap().median, 3.0);
+        assert!(summary(String::from("a"), &[]).is_err());
+    }
+
+    #[test]
+    fn prompts_differ_and_stay_in_the_vocabulary() {
+        let mut prompts = Prompts { vocab_size: 100, state: 1 };
+        let (first, second) = (prompts.next(50), prompts.next(50));
+        assert_ne!(first, second);
+        assert!(first.iter().all(|&token_id| token_id < 100));
+    }
+}

@@ -1,0 +1,193 @@
+//! `lockstep coordinator`: flags and file → `CoordinatorConfig`.
+
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+};
+
+use anyhow::Context;
+use lockstep_coordinator::{CoordinatorConfig, config::ModelSpec};
+use lockstep_sharding::PlanOptions;
+use serde::{Deserialize, Serialize};
+
+use super::{plan::parse_policy, worker::seconds};
+use crate::{UsageError, settings, signals};
+
+/// Run a coordinator: workers register with it, clients send it their requests.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Serve a model over four workers, two-way tensor parallel in each of two replicas:
+  lockstep coordinator --model /models/m.gguf --min-workers 4 --policy tensor=2,replicas=2
+Settings from a file and the environment:
+  LOCKSTEP_GRPC_LISTEN=0.0.0.0:9070 lockstep coordinator --config lockstep.toml")]
+pub struct Args {
+    #[command(flatten)]
+    settings: Settings,
+    /// TOML file whose section [coordinator] holds the settings above, named with underscores
+    #[arg(long, env = "LOCKSTEP_CONFIG", value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Write the bound addresses here as JSON once the coordinator listens
+    #[arg(long, value_name = "FILE")]
+    ready_file: Option<PathBuf>,
+    /// Stop when standard input closes (set by `up`, so that the coordinator ends with it)
+    #[arg(long)]
+    exit_on_stdin_close: bool,
+}
+
+/// What can be set by file, environment and flag.
+#[derive(Debug, Default, clap::Args, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+struct Settings {
+    /// gRPC address [default: 0.0.0.0:7070]
+    #[arg(long, env = "LOCKSTEP_GRPC_LISTEN", value_name = "ADDRESS:PORT")]
+    grpc_listen: Option<SocketAddr>,
+    /// HTTP address [default: 0.0.0.0:7080]
+    #[arg(long, env = "LOCKSTEP_HTTP_LISTEN", value_name = "ADDRESS:PORT")]
+    http_listen: Option<SocketAddr>,
+    /// Model to serve: a path on the workers
+    #[arg(long, env = "LOCKSTEP_MODEL", value_name = "PATH")]
+    model: Option<String>,
+    /// Name of the model for clients [default: the file's name without extension]
+    #[arg(long, env = "LOCKSTEP_MODEL_NAME", value_name = "NAME")]
+    model_name: Option<String>,
+    /// How to cut the model: auto, tensor=N, pipeline=N, hybrid=TPxPP, replicas=N [default: auto]
+    #[arg(long, env = "LOCKSTEP_POLICY")]
+    policy: Option<String>,
+    /// Plan only when so many workers are there [default: 1]
+    #[arg(long, env = "LOCKSTEP_MIN_WORKERS", value_name = "N")]
+    min_workers: Option<usize>,
+    /// Longest sequence served, prompt and output together [default: the model's]
+    #[arg(long, env = "LOCKSTEP_MAX_SEQUENCE_TOKENS", value_name = "N")]
+    max_sequence_tokens: Option<usize>,
+    /// Most sequences in one step [default: 64]
+    #[arg(long, env = "LOCKSTEP_MAX_NUM_SEQUENCES", value_name = "N")]
+    max_num_sequences: Option<usize>,
+    /// Most tokens in one step [default: 512]
+    #[arg(long, env = "LOCKSTEP_MAX_STEP_TOKENS", value_name = "N")]
+    max_step_tokens: Option<usize>,
+    /// Tokens in a KV block [default: 32]
+    #[arg(long, env = "LOCKSTEP_BLOCK_SIZE", value_name = "N")]
+    block_size: Option<usize>,
+    /// KV blocks of a replica [default: what the sequences need, bounded by memory]
+    #[arg(long, env = "LOCKSTEP_NUM_KV_BLOCKS", value_name = "N")]
+    num_kv_blocks: Option<usize>,
+    /// A worker is lost when it was silent for so long [default: 2]
+    #[arg(long, env = "LOCKSTEP_LEASE_SECS", value_name = "SECONDS")]
+    lease_secs: Option<f64>,
+    /// Most requests at once; one more is refused as overloaded [default: 1024]
+    #[arg(long, env = "LOCKSTEP_MAX_CONCURRENT_REQUESTS", value_name = "N")]
+    max_concurrent_requests: Option<usize>,
+    /// Longest time that running requests have at shutdown [default: 30]
+    #[arg(long, env = "LOCKSTEP_DRAIN_TIMEOUT_SECS", value_name = "SECONDS")]
+    drain_timeout_secs: Option<f64>,
+}
+
+/// Where a coordinator listens, as its ready file says it.
+#[derive(Debug, Deserialize, Serialize)]
+pub struct Addresses {
+    /// gRPC, host:port.
+    pub grpc: SocketAddr,
+    /// HTTP, host:port.
+    pub http: SocketAddr,
+}
+
+/// Runs a coordinator until it is told to stop.
+///
+/// # Errors
+/// If a setting is wrong or the coordinator cannot start.
+pub async fn run(args: Args) -> anyhow::Result<()> {
+    let settings = settings::layered(&args.settings, args.config.as_deref(), "coordinator")?;
+    let config = settings.into_config()?;
+    tracing::info!(?config, "starting a coordinator");
+    let shutdown = signals::shutdown_token(args.exit_on_stdin_close)?;
+    let mut written = Ok(());
+    let ready = |grpc, http| {
+        tracing::info!(%grpc, %http, "listening");
+        if let Some(path) = &args.ready_file {
+            written = write_json(path, &Addresses { grpc, http });
+            if written.is_err() {
+                shutdown.cancel();
+            }
+        }
+    };
+    lockstep_coordinator::run(config, shutdown.clone(), ready).await?;
+    written
+}
+
+/// Writes a JSON file that appears whole or not at all.
+///
+/// # Errors
+/// If it cannot be written, with its path.
+pub fn write_json(path: &Path, value: &impl Serialize) -> anyhow::Result<()> {
+    let mut partial = path.as_os_str().to_owned();
+    partial.push(".partial");
+    let mut text = serde_json::to_vec_pretty(value)?;
+    text.push(b'\n');
+    std::fs::write(&partial, text)
+        .and_then(|()| std::fs::rename(&partial, path))
+        .with_context(|| format!("ready file {}", path.display()))
+}
+
+/// The name under which a model is served if none is given.
+pub fn default_model_name(source: &str) -> String {
+    let path = Path::new(source);
+    let stem = if path.extension().is_some_and(|extension| extension == "gguf" || extension == "safetensors") {
+        path.file_stem()
+    } else {
+        path.file_name()
+    };
+    stem.map_or_else(|| source.to_owned(), |name| name.to_string_lossy().into_owned())
+}
+
+impl Settings {
+    fn into_config(self) -> Result<CoordinatorConfig, UsageError> {
+        let policy = parse_policy(self.policy.as_deref().unwrap_or("auto"))?;
+        let min_workers = self.min_workers.unwrap_or(1);
+        let model_name = self.model_name;
+        let model = self.model.map(|source| ModelSpec {
+            name: model_name.unwrap_or_else(|| default_model_name(&source)),
+            source,
+            policy,
+            min_workers,
+        });
+        let options = PlanOptions::default();
+        Ok(CoordinatorConfig {
+            grpc_listen: self.grpc_listen.unwrap_or_else(|| SocketAddr::from(([0, 0, 0, 0], 7070))),
+            http_listen: self.http_listen.unwrap_or_else(|| SocketAddr::from(([0, 0, 0, 0], 7080))),
+            model,
+            plan_options: PlanOptions {
+                block_size: self.block_size.unwrap_or(options.block_size),
+                max_sequence_tokens: self.max_sequence_tokens.or(options.max_sequence_tokens),
+                max_num_sequences: self.max_num_sequences.unwrap_or(options.max_num_sequences),
+                max_step_tokens: self.max_step_tokens.unwrap_or(options.max_step_tokens),
+                num_kv_blocks: self.num_kv_blocks.or(options.num_kv_blocks),
+                ..options
+            },
+            lease: seconds("lease_secs", self.lease_secs.unwrap_or(2.0))?,
+            max_concurrent_requests: self.max_concurrent_requests.unwrap_or(1024),
+            drain_timeout: seconds("drain_timeout_secs", self.drain_timeout_secs.unwrap_or(30.0))?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_is_named_after_its_file() {
+        assert_eq!(default_model_name("/models/SmolLM2-135M.Q4_1.gguf"), "SmolLM2-135M.Q4_1");
+        assert_eq!(default_model_name("/models/Llama-3.1-8B/"), "Llama-3.1-8B");
+    }
+
+    #[test]
+    fn a_ready_file_appears_whole() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("ready.json");
+        let addresses = Addresses { grpc: ([127, 0, 0, 1], 1).into(), http: ([127, 0, 0, 1], 2).into() };
+        write_json(&path, &addresses).unwrap();
+        let read: Addresses = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        assert_eq!((read.grpc, read.http), (addresses.grpc, addresses.http));
+        assert!(write_json(&folder.path().join("no/ready.json"), &addresses).is_err());
+    }
+}

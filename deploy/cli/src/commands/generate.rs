@@ -1,0 +1,225 @@
+//! `lockstep generate`: one request, streamed to the terminal.
+
+use std::io::{IsTerminal, Read, Write};
+
+use anyhow::Context;
+use lockstep_proto::v1::{
+    Chat, Finish, FinishReason, GenerateRequest, Message, SamplingParams, generate_request::Input,
+    generate_response::Event,
+};
+use serde_json::json;
+
+use crate::{
+    UsageError,
+    client::{ServerArgs, refused},
+};
+
+/// Send one prompt and stream the answer; Ctrl-C cancels the request.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Continue a text:
+  lockstep generate \"The capital of France is\" --max-tokens 32 --temperature 0
+Ask through the model's chat template, prompt from standard input:
+  echo \"Why is the sky blue?\" | lockstep generate --chat
+As JSON lines, with log-probabilities:
+  lockstep generate --json --logprobs 3 \"Once upon a time\"")]
+pub struct Args {
+    #[command(flatten)]
+    server: ServerArgs,
+    /// The prompt; standard input if absent or `-`
+    #[arg(value_name = "PROMPT")]
+    text: Option<String>,
+    /// The prompt, as an option
+    #[arg(long, value_name = "TEXT", conflicts_with = "text")]
+    prompt: Option<String>,
+    /// Wrap the prompt as a user's message in the model's chat template
+    #[arg(long, conflicts_with = "raw")]
+    chat: bool,
+    /// Continue the prompt as it is (the default)
+    #[arg(long)]
+    raw: bool,
+    /// A system message before the prompt; implies --chat
+    #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
+    system: Option<String>,
+    /// Name of the model; may be left out if one is served
+    #[arg(long, default_value = "")]
+    model: String,
+    /// Print one JSON object for each event instead of the text
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    sampling: SamplingArgs,
+}
+
+/// How tokens are chosen; what is absent takes the server's default.
+#[derive(Debug, clap::Args)]
+struct SamplingArgs {
+    /// Tokens to generate at most
+    #[arg(long, short = 'n', value_name = "N")]
+    max_tokens: Option<u32>,
+    /// 0 is greedy and deterministic
+    #[arg(long, short, value_name = "T", allow_negative_numbers = true)]
+    temperature: Option<f32>,
+    /// Keep the most likely tokens whose probabilities reach this sum
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    top_p: Option<f32>,
+    /// Keep so many of the most likely tokens
+    #[arg(long, value_name = "K")]
+    top_k: Option<u32>,
+    /// Keep tokens at least so many times as likely as the most likely one
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    min_p: Option<f32>,
+    /// The same request with the same seed gives the same tokens
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Divides the logits of tokens seen in prompt or output
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    repetition_penalty: Option<f32>,
+    /// Subtracted from the logits of tokens seen in the output
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    presence_penalty: Option<f32>,
+    /// Subtracted for each time that a token occurs in the output
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    frequency_penalty: Option<f32>,
+    /// A text that ends the generation; may be repeated
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+    /// A token that ends the generation; may be repeated
+    #[arg(long, value_name = "ID")]
+    stop_token_id: Vec<u32>,
+    /// Go on past the model's end-of-sequence tokens
+    #[arg(long)]
+    ignore_eos: bool,
+    /// Log-probabilities of the chosen and the N most likely tokens (with --json)
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    logprobs: u32,
+}
+
+/// Sends the request and prints what comes.
+///
+/// # Errors
+/// If there is no prompt, or the server refuses, fails, or the request is cancelled.
+pub async fn run(args: Args) -> anyhow::Result<()> {
+    let is_json = args.json;
+    let mut client = args.server.inference().await?;
+    let request = args.into_request()?;
+    let call = async {
+        let mut stream = client.generate(request).await.map_err(|status| refused(&status))?.into_inner();
+        let mut output = std::io::stdout();
+        while let Some(response) = stream.message().await.map_err(|status| refused(&status))? {
+            let request_id = response.request_id;
+            match response.event {
+                Some(Event::Delta(delta)) if is_json => {
+                    let logprobs: Vec<_> = delta.logprobs.iter().map(logprobs_json).collect();
+                    let mut line = json!({"request_id": request_id, "text": delta.text, "token_ids": delta.token_ids});
+                    if !logprobs.is_empty() {
+                        line["logprobs"] = logprobs.into();
+                    }
+                    writeln!(output, "{line}")?;
+                }
+                Some(Event::Delta(delta)) => output.write_all(delta.text.as_bytes())?,
+                Some(Event::Finish(finish)) => return finished(&request_id, &finish, is_json),
+                None => {}
+            }
+            output.flush()?;
+        }
+        anyhow::bail!("the server closed the stream before its end")
+    };
+    tokio::select! {
+        result = call => result,
+        signal = tokio::signal::ctrl_c() => {
+            signal?;
+            println!();
+            anyhow::bail!("cancelled")
+        }
+    }
+}
+
+fn logprobs_json(logprobs: &lockstep_proto::v1::TokenLogprobs) -> serde_json::Value {
+    let token = |token: &lockstep_proto::v1::TokenLogprob| json!({"token_id": token.token_id, "logprob": token.logprob, "text": token.text});
+    json!({"chosen": logprobs.chosen.as_ref().map(token), "top": logprobs.top.iter().map(token).collect::<Vec<_>>()})
+}
+
+fn finished(request_id: &str, finish: &Finish, is_json: bool) -> anyhow::Result<()> {
+    let usage = finish.usage.unwrap_or_default();
+    let timings = finish.timings.unwrap_or_default();
+    let reason = finish.reason();
+    // The first token belongs to the prefill: the decode time lies between the first and the last.
+    let decode = f64::from(usage.completion_tokens.saturating_sub(1)) * 1000.0 / timings.decode_ms.max(1e-3);
+    let reason_name = reason.as_str_name().trim_start_matches("FINISH_REASON_").to_lowercase();
+    if is_json {
+        let line = json!({
+            "request_id": request_id,
+            "finish_reason": reason_name,
+            "usage": {
+                "prompt_tokens": usage.prompt_tokens,
+                "completion_tokens": usage.completion_tokens,
+                "cached_tokens": usage.cached_tokens,
+            },
+            "timings": {
+                "queue_ms": timings.queue_ms, "ttft_ms": timings.ttft_ms, "decode_ms": timings.decode_ms,
+            },
+            "decode_tokens_per_second": decode,
+        });
+        println!("{line}");
+    } else {
+        println!();
+        eprintln!(
+            "{} prompt + {} generated tokens, first after {:.0} ms, then {decode:.1} tokens/s ({reason_name})",
+            usage.prompt_tokens, usage.completion_tokens, timings.ttft_ms,
+        );
+    }
+    match reason {
+        FinishReason::Stop | FinishReason::Length => Ok(()),
+        _ => anyhow::bail!("the request ended with {reason_name}"),
+    }
+}
+
+impl Args {
+    fn into_request(self) -> anyhow::Result<GenerateRequest> {
+        let prompt = match self.prompt.or(self.text).filter(|text| text != "-") {
+            Some(text) => text,
+            None if std::io::stdin().is_terminal() => {
+                return Err(UsageError(String::from("no prompt: give it as an argument or on standard input")).into());
+            }
+            None => {
+                let mut text = String::new();
+                std::io::stdin().read_to_string(&mut text).context("standard input")?;
+                text
+            }
+        };
+        let message = |role: &str, content: String| Message { role: role.to_owned(), content };
+        let input = if self.chat || self.system.is_some() {
+            let system = self.system.map(|text| message("system", text));
+            Input::Chat(Chat { messages: system.into_iter().chain([message("user", prompt)]).collect() })
+        } else {
+            Input::Prompt(prompt)
+        };
+        Ok(GenerateRequest {
+            model: self.model,
+            request_id: String::new(),
+            input: Some(input),
+            sampling: Some(self.sampling.into_params()),
+        })
+    }
+}
+
+impl SamplingArgs {
+    fn into_params(self) -> SamplingParams {
+        SamplingParams {
+            max_tokens: self.max_tokens,
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            min_p: self.min_p,
+            seed: self.seed,
+            repetition_penalty: self.repetition_penalty,
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            stop: self.stop,
+            stop_token_ids: self.stop_token_id,
+            ignore_eos: self.ignore_eos,
+            logprobs: self.logprobs,
+        }
+    }
+}

@@ -1,0 +1,10 @@
+//! One file a subcommand: `Args` is its command line, `run` carries it out.
+
+pub mod bench;
+pub mod coordinator;
+pub mod generate;
+pub mod plan;
+pub mod status;
+pub mod synth;
+pub mod up;
+pub mod worker;

@@ -1,0 +1,109 @@
+//! `lockstep plan`: how a model would be cut over devices, which need not exist.
+
+use std::path::PathBuf;
+
+use anyhow::Context;
+use lockstep_model::Checkpoint;
+use lockstep_sharding::{ModelShape, PlanError, PlanOptions, Policy, Topology};
+
+use super::synth::preset_shape;
+use crate::UsageError;
+
+/// Explain how a model would be cut: layers, heads, columns, bytes and estimated time of every rank.
+#[derive(Debug, clap::Args)]
+#[command(
+    group(clap::ArgGroup::new("what").required(true).args(["model", "shape"])),
+    group(clap::ArgGroup::new("where").required(true).args(["devices", "topology"])),
+    after_help = "\
+A file over three processors on one host:
+  lockstep plan --model model.gguf --devices 3*cpu
+A 70B model over two hosts of eight H200, four ways of tensor parallelism in two stages:
+  lockstep plan --shape llama-70b --devices 8*h200@a,8*h200@b --policy hybrid=4x2
+A cluster described in a file, as JSON:
+  lockstep plan --model model.gguf --topology cluster.toml --json"
+)]
+pub struct Args {
+    /// Model file or folder
+    #[arg(long, value_name = "PATH")]
+    model: Option<PathBuf>,
+    /// A made-up model instead of a file (the shapes of `synth`)
+    #[arg(long, value_name = "NAME")]
+    shape: Option<String>,
+    /// Element type of the made-up model
+    #[arg(long, value_name = "TYPE", requires = "shape", default_value = "q4_k_m")]
+    quantization: String,
+    /// Devices such as `2*cpu` or `8*h200@a,8*h200@b`
+    #[arg(long, value_name = "DEVICES")]
+    devices: Option<String>,
+    /// TOML file that describes the cluster
+    #[arg(long, value_name = "FILE")]
+    topology: Option<PathBuf>,
+    /// auto, tensor=N, pipeline=N, hybrid=TPxPP, replicas=N
+    #[arg(long, default_value = "auto")]
+    policy: String,
+    /// Longest sequence [default: the model's]
+    #[arg(long, value_name = "N")]
+    max_sequence_tokens: Option<usize>,
+    /// Most sequences in one step
+    #[arg(long, value_name = "N", default_value_t = PlanOptions::default().max_num_sequences)]
+    max_num_sequences: usize,
+    /// Most tokens in one step
+    #[arg(long, value_name = "N", default_value_t = PlanOptions::default().max_step_tokens)]
+    max_step_tokens: usize,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Plans and explains.
+///
+/// # Errors
+/// If the model, the cluster or the policy is not understood, or no plan fits.
+pub fn run(args: &Args) -> anyhow::Result<()> {
+    let policy = parse_policy(&args.policy)?;
+    let topology = args.read_topology()?;
+    let options = PlanOptions {
+        max_sequence_tokens: args.max_sequence_tokens,
+        max_num_sequences: args.max_num_sequences,
+        max_step_tokens: args.max_step_tokens,
+        ..PlanOptions::default()
+    };
+    let plan = lockstep_sharding::plan(&args.read_shape()?, &topology, &policy, &options)?;
+    let explanation = lockstep_sharding::Explanation::new(&plan, &topology);
+    if args.json {
+        println!("{}", explanation.to_json()?);
+    } else {
+        print!("{explanation}");
+    }
+    Ok(())
+}
+
+/// A policy text as flags and settings files hold it.
+///
+/// # Errors
+/// The forms that are understood.
+pub fn parse_policy(text: &str) -> Result<Policy, UsageError> {
+    text.parse().map_err(|error: PlanError| UsageError(error.to_string()))
+}
+
+impl Args {
+    fn read_topology(&self) -> anyhow::Result<Topology> {
+        match (&self.topology, &self.devices) {
+            (Some(path), _) => {
+                let text = std::fs::read_to_string(path).with_context(|| format!("topology {}", path.display()))?;
+                Topology::from_toml(&text).with_context(|| format!("topology {}", path.display()))
+            }
+            (None, devices) => {
+                let devices = devices.as_deref().unwrap_or_default();
+                Topology::parse_devices(devices).map_err(|error| UsageError(format!("--devices: {error}")).into())
+            }
+        }
+    }
+
+    fn read_shape(&self) -> anyhow::Result<ModelShape> {
+        match (&self.model, &self.shape) {
+            (Some(path), _) => Ok(Checkpoint::open(path)?.shape().clone()),
+            (None, shape) => preset_shape(shape.as_deref().unwrap_or_default(), &self.quantization),
+        }
+    }
+}

@@ -1,0 +1,179 @@
+//! `lockstep status`: the cluster as tables or as JSON.
+
+use std::time::Duration;
+
+use lockstep_proto::v1::{
+    DeviceStatus, EngineStatus, GetClusterRequest, GetClusterResponse, RankStatus, ReplicaStatus,
+};
+use serde_json::{Value, json};
+
+use crate::{
+    client::{ServerArgs, refused},
+    table::Table,
+    units::format_bytes,
+};
+
+/// Show workers, devices, replicas, ranks, KV use and tokens per second.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+  lockstep status
+  lockstep status --watch
+  lockstep status --json | jq '.models[].replicas[].state'")]
+pub struct Args {
+    #[command(flatten)]
+    server: ServerArgs,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    /// Show it again every second until Ctrl-C
+    #[arg(long)]
+    watch: bool,
+}
+
+/// Prints the state of the cluster.
+///
+/// # Errors
+/// If the coordinator cannot be reached.
+pub async fn run(args: Args) -> anyhow::Result<()> {
+    let mut client = args.server.admin().await?;
+    loop {
+        let cluster = client.get_cluster(GetClusterRequest {}).await.map_err(|status| refused(&status))?.into_inner();
+        let text = if args.json { format!("{}\n", to_json(&cluster)) } else { render(&cluster) };
+        if args.watch && !args.json {
+            print!("\x1b[H\x1b[2J");
+        }
+        print!("{text}");
+        if !args.watch {
+            return Ok(());
+        }
+        tokio::select! {
+            () = tokio::time::sleep(Duration::from_secs(1)) => {}
+            signal = tokio::signal::ctrl_c() => return Ok(signal?),
+        }
+    }
+}
+
+fn state_name(replica: &ReplicaStatus) -> String {
+    replica.state().as_str_name().trim_start_matches("REPLICA_STATE_").to_lowercase()
+}
+
+fn render(cluster: &GetClusterResponse) -> String {
+    let mut workers = Table::new(&["WORKER", "ADDRESS", "HOST", "STATE", "HEARTBEAT", "DEVICE", "MEMORY"]);
+    for worker in &cluster.workers {
+        let none = DeviceStatus { name: String::from("-"), ..DeviceStatus::default() };
+        let devices = if worker.devices.is_empty() { std::slice::from_ref(&none) } else { &worker.devices };
+        for device in devices {
+            workers.row(vec![
+                worker.worker_id.clone(),
+                worker.address.clone(),
+                worker.host.clone(),
+                String::from(if worker.draining { "draining" } else { "ready" }),
+                format!("{:.0} ms", worker.heartbeat_age_ms),
+                device.name.clone(),
+                format_bytes(device.memory_bytes),
+            ]);
+        }
+    }
+    let mut text = workers.render();
+    for model in &cluster.models {
+        text += &format!("\nmodel {} (plan {}, {})\n", model.name, model.plan_epoch, model.source);
+        if !model.problem.is_empty() {
+            text += &format!("problem: {}\n", model.problem);
+        }
+        text += &render_replicas(&model.replicas);
+    }
+    text
+}
+
+fn render_replicas(replicas: &[ReplicaStatus]) -> String {
+    let mut engines =
+        Table::new(&["REPLICA", "STATE", "RUNNING", "WAITING", "KV BLOCKS", "PREFILL/S", "DECODE/S", "PREEMPTED"]);
+    let mut ranks =
+        Table::new(&["REPLICA", "RANK", "STAGE", "WORKER", "LAYERS", "HEADS", "KV HEADS", "COLUMNS", "WEIGHTS", "KV"]);
+    let mut problems = String::new();
+    for replica in replicas {
+        let engine = replica.engine.unwrap_or_default();
+        engines.row(engine_cells(replica, &engine));
+        replica.ranks.iter().for_each(|rank| ranks.row(rank_cells(replica, rank)));
+        if !replica.problem.is_empty() {
+            problems += &format!("replica {}: {}\n", replica.replica, replica.problem);
+        }
+    }
+    format!("{}{}{problems}", engines.render(), ranks.render())
+}
+
+fn engine_cells(replica: &ReplicaStatus, engine: &EngineStatus) -> Vec<String> {
+    let used = engine.num_kv_blocks.saturating_sub(engine.num_free_kv_blocks);
+    vec![
+        replica.replica.to_string(),
+        state_name(replica),
+        engine.num_running_sequences.to_string(),
+        engine.num_waiting_sequences.to_string(),
+        format!("{used}/{}", engine.num_kv_blocks),
+        format!("{:.1}", engine.prefill_tokens_per_second),
+        format!("{:.1}", engine.decode_tokens_per_second),
+        engine.num_preemptions.to_string(),
+    ]
+}
+
+fn rank_cells(replica: &ReplicaStatus, rank: &RankStatus) -> Vec<String> {
+    vec![
+        replica.replica.to_string(),
+        rank.rank.to_string(),
+        rank.pipeline_stage.to_string(),
+        format!("{}/{}", rank.worker_id, rank.local_rank),
+        format!("{}..{}", rank.first_layer, rank.end_layer),
+        rank.num_query_heads.to_string(),
+        rank.num_key_value_heads.to_string(),
+        rank.intermediate_columns.to_string(),
+        format_bytes(rank.weight_bytes),
+        format_bytes(rank.kv_bytes),
+    ]
+}
+
+fn to_json(cluster: &GetClusterResponse) -> Value {
+    let workers = cluster.workers.iter().map(|worker| {
+        let devices = worker
+            .devices
+            .iter()
+            .map(|device| json!({"name": device.name, "memory_bytes": device.memory_bytes, "reason": device.reason}));
+        json!({
+            "worker_id": worker.worker_id, "address": worker.address, "host": worker.host,
+            "devices": devices.collect::<Vec<_>>(), "draining": worker.draining,
+            "heartbeat_age_ms": worker.heartbeat_age_ms,
+        })
+    });
+    let models = cluster.models.iter().map(|model| {
+        json!({
+            "name": model.name, "source": model.source, "plan_epoch": model.plan_epoch, "problem": model.problem,
+            "replicas": model.replicas.iter().map(replica_json).collect::<Vec<_>>(),
+        })
+    });
+    json!({"workers": workers.collect::<Vec<_>>(), "models": models.collect::<Vec<_>>()})
+}
+
+fn replica_json(replica: &ReplicaStatus) -> Value {
+    let ranks = replica.ranks.iter().map(|rank| {
+        json!({
+            "rank": rank.rank, "worker_id": rank.worker_id, "local_rank": rank.local_rank,
+            "pipeline_stage": rank.pipeline_stage, "first_layer": rank.first_layer, "end_layer": rank.end_layer,
+            "num_query_heads": rank.num_query_heads, "num_key_value_heads": rank.num_key_value_heads,
+            "intermediate_columns": rank.intermediate_columns, "weight_bytes": rank.weight_bytes,
+            "kv_bytes": rank.kv_bytes,
+        })
+    });
+    let engine = replica.engine.map(|engine| {
+        json!({
+            "num_running_sequences": engine.num_running_sequences,
+            "num_waiting_sequences": engine.num_waiting_sequences,
+            "num_kv_blocks": engine.num_kv_blocks, "num_free_kv_blocks": engine.num_free_kv_blocks,
+            "prefill_tokens_per_second": engine.prefill_tokens_per_second,
+            "decode_tokens_per_second": engine.decode_tokens_per_second,
+            "num_preemptions": engine.num_preemptions,
+        })
+    });
+    json!({
+        "replica": replica.replica, "state": state_name(replica), "problem": replica.problem,
+        "ranks": ranks.collect::<Vec<_>>(), "engine": engine,
+    })
+}

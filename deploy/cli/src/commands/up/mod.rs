@@ -1,0 +1,292 @@
+//! `lockstep up`: a coordinator and its workers as child processes, the embedded default.
+
+mod child;
+mod layout;
+
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use anyhow::Context;
+use lockstep_proto::v1::{GetClusterRequest, LoadModelRequest};
+use serde::Serialize;
+use tokio_util::sync::CancellationToken;
+
+use self::{child::ChildProcess, layout::Layout};
+use super::coordinator::{Addresses, default_model_name, write_json};
+use crate::{
+    UsageError,
+    client::{ServerArgs, refused},
+    progress, signals,
+};
+
+/// Longest wait for a child to listen or to register.
+const START_TIMEOUT: Duration = Duration::from_secs(60);
+/// Longest wait for children to drain.
+const STOP_TIMEOUT: Duration = Duration::from_secs(35);
+const POLL: Duration = Duration::from_millis(50);
+
+/// Start a coordinator and workers on this machine and serve a model until Ctrl-C.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Two workers, tensor parallel (the default cut over the workers):
+  lockstep up --model model.gguf --workers 2
+Two replicas of two pipeline stages each, one thread a worker:
+  lockstep up --model model.gguf --pipeline-parallel 2 --replicas 2 --threads-per-worker 1")]
+pub struct Args {
+    /// Model file or folder
+    #[arg(long, value_name = "PATH")]
+    model: PathBuf,
+    /// Name of the model for clients [default: the file's name without extension]
+    #[arg(long, value_name = "NAME")]
+    model_name: Option<String>,
+    #[command(flatten)]
+    layout: layout::LayoutArgs,
+    /// Threads of each worker [default: all cores divided by the workers]
+    #[arg(long, value_name = "N")]
+    threads_per_worker: Option<usize>,
+    /// Address to listen on; 0.0.0.0 serves other machines too
+    #[arg(long, default_value = "127.0.0.1", value_name = "ADDRESS")]
+    host: std::net::IpAddr,
+    /// Port of the gRPC service; 0: any
+    #[arg(long, default_value_t = 7070, value_name = "PORT")]
+    grpc_port: u16,
+    /// Port of the HTTP service; 0: any
+    #[arg(long, default_value_t = 7080, value_name = "PORT")]
+    http_port: u16,
+    /// Write addresses and process ids here as JSON once the model serves
+    #[arg(long, value_name = "FILE")]
+    ready_file: Option<PathBuf>,
+    /// TOML file with sections [coordinator] and [worker] for everything else
+    #[arg(long, env = "LOCKSTEP_CONFIG", value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Stop when standard input closes
+    #[arg(long)]
+    exit_on_stdin_close: bool,
+}
+
+/// What the ready file says.
+#[derive(Serialize)]
+struct Ready<'a> {
+    model: &'a str,
+    #[serde(flatten)]
+    addresses: &'a Addresses,
+    coordinator_pid: u32,
+    worker_pids: Vec<u32>,
+}
+
+/// The children, the coordinator first.
+struct Cluster {
+    coordinator: ChildProcess,
+    workers: Vec<ChildProcess>,
+}
+
+/// Starts the cluster, serves, and stops it.
+///
+/// # Errors
+/// If the model does not exist, a child ends at start, or the model cannot be loaded.
+pub async fn run(args: Args) -> anyhow::Result<()> {
+    let layout = args.layout.layout()?;
+    let model = args.model.canonicalize().with_context(|| format!("model {}", args.model.display()))?;
+    if let Some(path) = args.ready_file.as_deref().filter(|path| path.exists()) {
+        std::fs::remove_file(path).with_context(|| format!("old ready file {}", path.display()))?;
+    }
+    let shutdown = signals::shutdown_token(args.exit_on_stdin_close)?;
+    let folder = TemporaryFolder::new()?;
+    let listening = folder.0.join("coordinator.json");
+    let coordinator = ChildProcess::start("coordinator", &args.coordinator_arguments(&listening))?;
+    let mut cluster = Cluster { coordinator, workers: Vec::new() };
+    let result = args.serve(&layout, &model, &listening, &mut cluster, &shutdown).await;
+    if let Some(path) = &args.ready_file {
+        // It may not have been written.
+        let _ = std::fs::remove_file(path);
+    }
+    cluster.stop().await;
+    result
+}
+
+impl Args {
+    fn coordinator_arguments(&self, listening: &Path) -> Vec<String> {
+        let mut arguments = vec![
+            String::from("coordinator"),
+            format!("--grpc-listen={}", std::net::SocketAddr::new(self.host, self.grpc_port)),
+            format!("--http-listen={}", std::net::SocketAddr::new(self.host, self.http_port)),
+            format!("--ready-file={}", listening.display()),
+        ];
+        arguments.extend(self.config.as_ref().map(|path| format!("--config={}", path.display())));
+        arguments
+    }
+
+    fn worker_arguments(&self, index: usize, num_workers: usize, coordinator: &str) -> Vec<String> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = self.threads_per_worker.unwrap_or((cores / num_workers).max(1));
+        let mut arguments = vec![
+            String::from("worker"),
+            format!("--worker-id=worker-{index}"),
+            format!("--coordinator=http://{coordinator}"),
+            format!("--threads-per-device={threads}"),
+        ];
+        arguments.extend(self.config.as_ref().map(|path| format!("--config={}", path.display())));
+        arguments
+    }
+
+    /// Brings the cluster up and watches it until `shutdown`.
+    async fn serve(
+        &self,
+        layout: &Layout,
+        model: &Path,
+        listening: &Path,
+        cluster: &mut Cluster,
+        shutdown: &CancellationToken,
+    ) -> anyhow::Result<()> {
+        let addresses: Addresses = tokio::select! {
+            () = shutdown.cancelled() => return Ok(()),
+            addresses = cluster.wait_for_addresses(listening) => addresses?,
+        };
+        let reachable = if addresses.grpc.ip().is_unspecified() {
+            format!("127.0.0.1:{}", addresses.grpc.port())
+        } else {
+            addresses.grpc.to_string()
+        };
+        for index in 0..layout.num_workers {
+            let arguments = self.worker_arguments(index, layout.num_workers, &reachable);
+            cluster.workers.push(ChildProcess::start(&format!("worker-{index}"), &arguments)?);
+        }
+        let name = self.model_name.clone().unwrap_or_else(|| default_model_name(&model.to_string_lossy()));
+        let request = LoadModelRequest {
+            name: name.clone(),
+            source: model.to_string_lossy().into(),
+            policy: layout.policy.clone(),
+        };
+        tokio::select! {
+            () = shutdown.cancelled() => return Ok(()),
+            loaded = load(ServerArgs { server: reachable }, layout.num_workers, request) => loaded?,
+            error = cluster.first_end() => return Err(error),
+        }
+        let ready = Ready {
+            model: &name,
+            addresses: &addresses,
+            coordinator_pid: cluster.coordinator.pid(),
+            worker_pids: cluster.workers.iter().map(ChildProcess::pid).collect(),
+        };
+        if let Some(path) = &self.ready_file {
+            write_json(path, &ready)?;
+        }
+        eprintln!("serving {name}: gRPC {}, HTTP {}; Ctrl-C stops", addresses.grpc, addresses.http);
+        tokio::select! {
+            () = shutdown.cancelled() => Ok(()),
+            error = cluster.coordinator_end() => Err(error),
+        }
+    }
+}
+
+/// Waits for the workers to register, then loads the model and draws its progress.
+async fn load(server: ServerArgs, num_workers: usize, request: LoadModelRequest) -> anyhow::Result<()> {
+    let mut admin = server.admin().await?;
+    let registered = async {
+        loop {
+            let cluster =
+                admin.get_cluster(GetClusterRequest {}).await.map_err(|status| refused(&status))?.into_inner();
+            if cluster.workers.len() >= num_workers {
+                return anyhow::Ok(());
+            }
+            tokio::time::sleep(POLL).await;
+        }
+    };
+    tokio::time::timeout(START_TIMEOUT, registered)
+        .await
+        .map_err(|_| anyhow::anyhow!("not all of {num_workers} workers registered within {START_TIMEOUT:?}"))??;
+    let bar = progress::bytes_bar(&format!("loading {}", request.name));
+    let mut stream = admin.load_model(request).await.map_err(|status| refused(&status))?.into_inner();
+    while let Some(progress) = stream.message().await.map_err(|status| refused(&status))? {
+        bar.set_length(progress.total_bytes);
+        bar.set_position(progress.loaded_bytes);
+        if progress.ready {
+            bar.finish_and_clear();
+            return Ok(());
+        }
+    }
+    anyhow::bail!("the coordinator stopped reporting before the model was loaded")
+}
+
+impl Cluster {
+    async fn wait_for_addresses(&mut self, listening: &Path) -> anyhow::Result<Addresses> {
+        let deadline = tokio::time::Instant::now() + START_TIMEOUT;
+        while !listening.exists() {
+            if let Some(status) = self.coordinator.ended()? {
+                anyhow::bail!("the coordinator ended at start with {status}; its reason stands above");
+            }
+            anyhow::ensure!(
+                tokio::time::Instant::now() < deadline,
+                "the coordinator does not listen after {START_TIMEOUT:?}"
+            );
+            tokio::time::sleep(POLL).await;
+        }
+        Ok(serde_json::from_slice(&std::fs::read(listening)?)?)
+    }
+
+    /// Resolves when any child has ended.
+    async fn first_end(&mut self) -> anyhow::Error {
+        loop {
+            for child in std::iter::once(&mut self.coordinator).chain(&mut self.workers) {
+                match child.ended() {
+                    Ok(None) => {}
+                    Ok(Some(status)) => {
+                        return anyhow::anyhow!("{} ended with {status}; its reason stands above", child.name());
+                    }
+                    Err(error) => return error.into(),
+                }
+            }
+            tokio::time::sleep(POLL).await;
+        }
+    }
+
+    /// Resolves when the coordinator has ended; reports workers that end meanwhile.
+    async fn coordinator_end(&mut self) -> anyhow::Error {
+        let mut reported = vec![false; self.workers.len()];
+        loop {
+            match self.coordinator.ended() {
+                Ok(None) => {}
+                Ok(Some(status)) => return anyhow::anyhow!("the coordinator ended with {status}"),
+                Err(error) => return error.into(),
+            }
+            for (worker, reported) in self.workers.iter_mut().zip(&mut reported) {
+                if !*reported && let Ok(Some(status)) = worker.ended() {
+                    tracing::error!(worker = worker.name(), status, "a worker ended; what it served is broken");
+                    *reported = true;
+                }
+            }
+            tokio::time::sleep(POLL).await;
+        }
+    }
+
+    /// The coordinator first: it lets running requests finish, for which it needs the workers.
+    async fn stop(self) {
+        self.coordinator.stop(STOP_TIMEOUT).await;
+        futures::future::join_all(self.workers.into_iter().map(|worker| worker.stop(STOP_TIMEOUT))).await;
+    }
+}
+
+/// A folder of this process, removed when dropped.
+struct TemporaryFolder(PathBuf);
+
+impl TemporaryFolder {
+    fn new() -> anyhow::Result<Self> {
+        let path = std::env::temp_dir().join(format!("lockstep-up-{}", uuid::Uuid::new_v4()));
+        std::fs::create_dir(&path).with_context(|| format!("folder {}", path.display()))?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for TemporaryFolder {
+    fn drop(&mut self) {
+        // Only a file of a few bytes is left behind if this fails.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A combination of flags that cannot be.
+fn usage(problem: String) -> UsageError {
+    UsageError(problem)
+}

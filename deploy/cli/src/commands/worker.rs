@@ -1,0 +1,120 @@
+//! `lockstep worker`: flags and file → `WorkerConfig`.
+
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
+
+use lockstep_worker::WorkerConfig;
+use serde::{Deserialize, Serialize};
+
+use crate::{UsageError, settings, signals, units::parse_bytes};
+
+/// Run a worker: it offers this machine's devices to a coordinator and runs the parts of models that it is given.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Offer this machine's processor to the coordinator on host-a:
+  lockstep worker --coordinator http://host-a:7070 --advertise-host host-b
+Two devices of four threads each, settings from a file:
+  lockstep worker --config lockstep.toml --num-devices 2 --threads-per-device 4")]
+pub struct Args {
+    #[command(flatten)]
+    settings: Settings,
+    /// TOML file whose section [worker] holds the settings above, named with underscores
+    #[arg(long, env = "LOCKSTEP_CONFIG", value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Stop when standard input closes (set by `up`, so that workers end with it)
+    #[arg(long)]
+    exit_on_stdin_close: bool,
+}
+
+/// What can be set by file, environment and flag.
+#[derive(Debug, Default, clap::Args, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+struct Settings {
+    /// Name of this worker, unique in the cluster [default: worker-<random>]
+    #[arg(long, env = "LOCKSTEP_WORKER_ID", value_name = "NAME")]
+    worker_id: Option<String>,
+    /// gRPC address of the coordinator [default: http://127.0.0.1:7070]
+    #[arg(long, env = "LOCKSTEP_COORDINATOR", value_name = "URL")]
+    coordinator: Option<String>,
+    /// Host name or address under which the coordinator and other workers reach this worker [default: 127.0.0.1]
+    #[arg(long, env = "LOCKSTEP_ADVERTISE_HOST", value_name = "HOST")]
+    advertise_host: Option<String>,
+    /// Where the gRPC service listens [default: any port; on this machine only, unless --advertise-host is given]
+    #[arg(long, env = "LOCKSTEP_WORKER_LISTEN", value_name = "ADDRESS:PORT")]
+    listen: Option<SocketAddr>,
+    /// Where links from other ranks are accepted [default: as --listen, another port]
+    #[arg(long, env = "LOCKSTEP_RANK_LISTEN", value_name = "ADDRESS:PORT")]
+    rank_listen: Option<SocketAddr>,
+    /// Devices (ranks) to make of the processor [default: 1]
+    #[arg(long, env = "LOCKSTEP_NUM_DEVICES", value_name = "N")]
+    num_devices: Option<usize>,
+    /// Threads of each device [default: all cores divided by the devices]
+    #[arg(long, env = "LOCKSTEP_THREADS_PER_DEVICE", value_name = "N")]
+    threads_per_device: Option<usize>,
+    /// Memory for weights, KV blocks and activations, such as 16GiB [default: 90 % of what is available]
+    #[arg(long = "memory", env = "LOCKSTEP_MEMORY", value_name = "SIZE", value_parser = parse_bytes)]
+    memory_bytes: Option<u64>,
+    /// Longest wait for another rank inside a step [default: 30]
+    #[arg(long, env = "LOCKSTEP_COLLECTIVE_TIMEOUT_SECS", value_name = "SECONDS")]
+    collective_timeout_secs: Option<f64>,
+    /// Most sequences that wait in an engine; one more is refused as overloaded [default: 256]
+    #[arg(long, env = "LOCKSTEP_MAX_WAITING_SEQUENCES", value_name = "N")]
+    max_waiting_sequences: Option<usize>,
+    /// Longest time that running requests have at shutdown [default: 30]
+    #[arg(long, env = "LOCKSTEP_DRAIN_TIMEOUT_SECS", value_name = "SECONDS")]
+    drain_timeout_secs: Option<f64>,
+}
+
+/// Runs a worker until it is told to stop.
+///
+/// # Errors
+/// If a setting is wrong or the worker fails.
+pub async fn run(args: Args) -> anyhow::Result<()> {
+    let settings = settings::layered(&args.settings, args.config.as_deref(), "worker")?;
+    let config = settings.into_config()?;
+    tracing::info!(?config, "starting a worker");
+    let shutdown = signals::shutdown_token(args.exit_on_stdin_close)?;
+    Ok(lockstep_worker::run(config, shutdown).await?)
+}
+
+/// Seconds as a duration, or what is wrong with them.
+pub fn seconds(name: &str, value: f64) -> Result<Duration, UsageError> {
+    Duration::try_from_secs_f64(value)
+        .ok()
+        .filter(|duration| !duration.is_zero())
+        .ok_or_else(|| UsageError(format!("{name}: {value} is not a number of seconds above 0")))
+}
+
+impl Settings {
+    fn into_config(self) -> Result<WorkerConfig, UsageError> {
+        let any_port = if self.advertise_host.is_some() { [0, 0, 0, 0] } else { [127, 0, 0, 1] };
+        let listen = self.listen.unwrap_or_else(|| SocketAddr::from((any_port, 0)));
+        Ok(WorkerConfig {
+            worker_id: self.worker_id.unwrap_or_else(|| format!("worker-{:08x}", uuid::Uuid::new_v4().as_fields().0)),
+            coordinator: self.coordinator.unwrap_or_else(|| String::from("http://127.0.0.1:7070")),
+            listen,
+            rank_listen: self.rank_listen.unwrap_or_else(|| SocketAddr::new(listen.ip(), 0)),
+            advertise_host: self.advertise_host.unwrap_or_else(|| String::from("127.0.0.1")),
+            num_devices: self.num_devices.unwrap_or(1),
+            threads_per_device: self.threads_per_device.unwrap_or(0),
+            memory_bytes: self.memory_bytes,
+            collective_timeout: seconds("collective_timeout_secs", self.collective_timeout_secs.unwrap_or(30.0))?,
+            max_waiting_sequences: self.max_waiting_sequences.unwrap_or(256),
+            drain_timeout: seconds("drain_timeout_secs", self.drain_timeout_secs.unwrap_or(30.0))?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_worker_listens_beyond_this_machine_only_if_asked() {
+        let config = Settings::default().into_config().unwrap();
+        assert!(config.listen.ip().is_loopback() && config.rank_listen.ip().is_loopback());
+        let settings = Settings { advertise_host: Some(String::from("host-b")), ..Settings::default() };
+        assert!(settings.into_config().unwrap().listen.ip().is_unspecified());
+        let settings = Settings { drain_timeout_secs: Some(-1.0), ..Settings::default() };
+        assert!(settings.into_config().unwrap_err().to_string().contains("drain_timeout_secs"));
+    }
+}

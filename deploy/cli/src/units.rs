@@ -1,0 +1,61 @@
+//! Sizes as people write and read them.
+
+/// Bytes of a text such as `1500000`, `512MiB`, `16GiB` or `80GB`.
+///
+/// # Errors
+/// What is expected.
+pub fn parse_bytes(text: &str) -> Result<u64, String> {
+    const UNITS: [(&str, u64); 9] = [
+        ("TiB", 1 << 40),
+        ("GiB", 1 << 30),
+        ("MiB", 1 << 20),
+        ("KiB", 1 << 10),
+        ("TB", 1_000_000_000_000),
+        ("GB", 1_000_000_000),
+        ("MB", 1_000_000),
+        ("KB", 1_000),
+        ("B", 1),
+    ];
+    let wrong =
+        || format!("{text:?} is not a size: expected bytes or a number with KiB, MiB, GiB, TiB, KB, MB, GB, TB");
+    let (number, unit) = UNITS
+        .iter()
+        .find_map(|(name, unit)| text.strip_suffix(name).map(|number| (number.trim(), *unit)))
+        .unwrap_or((text, 1));
+    let value: f64 = number.parse().map_err(|_| wrong())?;
+    let bytes = value * unit as f64;
+    if !(0.0..1e18).contains(&bytes) {
+        return Err(wrong());
+    }
+    Ok(bytes as u64)
+}
+
+/// Bytes in the largest binary unit that leaves at least one, such as `1.5 GiB`.
+pub fn format_bytes(bytes: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut value = bytes as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{bytes} B") } else { format!("{value:.1} {}", UNITS[unit]) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_and_written() {
+        assert_eq!(parse_bytes("512MiB"), Ok(512 << 20));
+        assert_eq!(parse_bytes("1.5 GiB"), Ok(3 << 29));
+        assert_eq!(parse_bytes("80GB"), Ok(80_000_000_000));
+        assert_eq!(parse_bytes("7"), Ok(7));
+        for wrong in ["", "GiB", "-1", "1 PiB", "nan", "inf"] {
+            assert!(parse_bytes(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!(format_bytes(1023), "1023 B");
+        assert_eq!(format_bytes(3 << 29), "1.5 GiB");
+    }
+}
