@@ -5,7 +5,7 @@
 
 use crate::{
     ModelError, Tokenizer,
-    gguf::{FromMetadata, Metadata},
+    gguf::Metadata,
     safetensors::TokenizerFiles,
     tokenizer::GgufVocabulary,
 };
@@ -29,7 +29,7 @@ impl TextSource {
     /// Builds the tokenizer.
     pub(crate) fn tokenizer(&self) -> Result<Tokenizer, ModelError> {
         match self {
-            Self::Gguf(metadata) => Tokenizer::from_gguf(gguf_vocabulary(metadata)?),
+            Self::Gguf(metadata) => Tokenizer::from_gguf(GgufVocabulary::from_metadata(metadata)?),
             Self::Files(files) => files.tokenizer(),
         }
     }
@@ -44,25 +44,3 @@ impl TextSource {
 }
 
 const CHAT_TEMPLATE: &str = "tokenizer.chat_template";
-
-/// The `tokenizer.ggml.*` keys as plain values.
-fn gguf_vocabulary(metadata: &Metadata) -> Result<GgufVocabulary, ModelError> {
-    fn get<'a, T: FromMetadata<'a>>(metadata: &'a Metadata, key: &str) -> Result<Option<T>, ModelError> {
-        metadata.get(&format!("tokenizer.ggml.{key}"))
-    }
-    Ok(GgufVocabulary {
-        model: metadata.require::<&str>("tokenizer.ggml.model")?.to_owned(),
-        pre: get::<&str>(metadata, "pre")?.map(str::to_owned),
-        tokens: metadata.require::<&[String]>("tokenizer.ggml.tokens")?.to_vec(),
-        token_types: get::<&[i32]>(metadata, "token_type")?.unwrap_or_default().to_vec(),
-        scores: get::<&[f32]>(metadata, "scores")?.unwrap_or_default().to_vec(),
-        merges: get::<&[String]>(metadata, "merges")?.unwrap_or_default().to_vec(),
-        bos_token_id: get(metadata, "bos_token_id")?,
-        eos_token_id: get(metadata, "eos_token_id")?,
-        eot_token_id: get(metadata, "eot_token_id")?,
-        eom_token_id: get(metadata, "eom_token_id")?,
-        unknown_token_id: get(metadata, "unknown_token_id")?,
-        add_bos_token: get(metadata, "add_bos_token")?,
-        add_space_prefix: get(metadata, "add_space_prefix")?,
-    })
-}

@@ -3,13 +3,13 @@
 //! For: `Checkpoint::tokenizer`, which fills a [`GgufVocabulary`] with the plain values.
 //! Invariant: ids, lengths, types and texts are checked here, so that the builders of the kinds may rely on them; what
 //! a key leaves out gets the default that llama.cpp gives it.
-//! Not here: pre-tokenizers and merges (`gguf_bpe`), merges from scores (`gguf_spm`).
+//! Not here: the file format ([`crate::gguf`]), pre-tokenizers and merges (`gguf_bpe`), merges from scores (`gguf_spm`).
 
 use ahash::AHashMap;
 use tokenizers::{AddedToken, Tokenizer as HfTokenizer};
 
 use super::{TokenizerConfig, gguf_bpe, gguf_spm};
-use crate::ModelError;
+use crate::{ModelError, gguf::Metadata};
 
 /// End of a text or of a turn, whatever the metadata say: the texts for which llama.cpp stops too.
 const END_TEXTS: [&str; 16] = [
@@ -60,6 +60,31 @@ pub struct GgufVocabulary {
     pub add_bos_token: Option<bool>,
     /// `tokenizer.ggml.add_space_prefix`.
     pub add_space_prefix: Option<bool>,
+}
+
+impl GgufVocabulary {
+    /// Takes the values out of a file's metadata.
+    ///
+    /// # Errors
+    /// [`ModelError::Invalid`] if a key is missing or of another type.
+    pub fn from_metadata(metadata: &Metadata) -> Result<Self, ModelError> {
+        let id = |key| metadata.get::<u32>(key);
+        Ok(Self {
+            model: metadata.require::<&str>("tokenizer.ggml.model")?.to_owned(),
+            pre: metadata.get::<&str>("tokenizer.ggml.pre")?.map(str::to_owned),
+            tokens: metadata.require::<&[String]>("tokenizer.ggml.tokens")?.to_vec(),
+            token_types: metadata.get::<&[i32]>("tokenizer.ggml.token_type")?.unwrap_or_default().to_vec(),
+            scores: metadata.get::<&[f32]>("tokenizer.ggml.scores")?.unwrap_or_default().to_vec(),
+            merges: metadata.get::<&[String]>("tokenizer.ggml.merges")?.unwrap_or_default().to_vec(),
+            bos_token_id: id("tokenizer.ggml.bos_token_id")?,
+            eos_token_id: id("tokenizer.ggml.eos_token_id")?,
+            eot_token_id: id("tokenizer.ggml.eot_token_id")?,
+            eom_token_id: id("tokenizer.ggml.eom_token_id")?,
+            unknown_token_id: id("tokenizer.ggml.unknown_token_id")?,
+            add_bos_token: metadata.get("tokenizer.ggml.add_bos_token")?,
+            add_space_prefix: metadata.get("tokenizer.ggml.add_space_prefix")?,
+        })
+    }
 }
 
 /// What a token is, as `tokenizer.ggml.token_type` numbers it.
