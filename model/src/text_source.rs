@@ -3,12 +3,7 @@
 //! Invariant: the chat template is read when the checkpoint is opened, the tokenizer is built only when asked for.
 //! Not here: how a tokenizer is built ([`crate::tokenizer`]) or a template rendered ([`crate::chat_template`]).
 
-use crate::{
-    ModelError, Tokenizer,
-    gguf::Metadata,
-    safetensors::TokenizerFiles,
-    tokenizer::GgufVocabulary,
-};
+use crate::{ModelError, Tokenizer, gguf::Metadata, safetensors::TokenizerFiles, tokenizer::GgufVocabulary};
 
 /// Text side of a checkpoint.
 #[derive(Debug)]
