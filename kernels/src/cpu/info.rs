@@ -4,7 +4,13 @@
 
 use std::time::Instant;
 
-use super::{memory::AlignedBuffer, team::Team};
+use lockstep_formats::GgmlType;
+
+use super::{CpuDevice, memory::AlignedBuffer, team::Team};
+use crate::{
+    Device, KernelError,
+    ops::{Epilogue, HostMatrix},
+};
 
 /// Memory assumed where the system does not tell.
 const FALLBACK_MEMORY_BYTES: u64 = 4 << 30;
@@ -46,6 +52,28 @@ pub(super) fn measure_read_bandwidth(team: &Team) -> f64 {
             std::hint::black_box(sum_bits(&values[range]));
         });
         PROBE_BYTES as f64 / start.elapsed().as_secs_f64().max(1e-9)
+    })
+}
+
+/// Operations a second of the whole team in a quantized matmul of a prompt batch.
+pub(super) fn measure_matmul_rate(device: &mut CpuDevice) -> Result<f64, KernelError> {
+    const TYPE: GgmlType = GgmlType::Q4_0;
+    const ROWS: usize = 512;
+    const COLUMNS: usize = 1024;
+    const TOKENS: usize = 64;
+    const OPERATIONS: usize = 2 * ROWS * COLUMNS * TOKENS;
+    let bytes = vec![0; TYPE.bytes_of(COLUMNS).unwrap_or(0) * ROWS];
+    let linear = device.linear(vec![HostMatrix { ggml_type: TYPE, rows: ROWS, columns: COLUMNS, bytes }])?;
+    let input = device.tensor(TOKENS, COLUMNS)?;
+    let mut output = device.tensor(TOKENS, ROWS)?;
+    device.step(|device| {
+        let mut best = f64::INFINITY;
+        for _ in 0..3 {
+            let start = Instant::now();
+            device.matmul(TOKENS, &linear, &input, Epilogue::Store, &mut output)?;
+            best = best.min(start.elapsed().as_secs_f64().max(1e-9));
+        }
+        Ok(OPERATIONS as f64 / best)
     })
 }
 

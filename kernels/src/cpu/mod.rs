@@ -63,14 +63,15 @@ impl CpuDevice {
             name: format!("cpu {} ({} threads, {})", info::processor_name(), team.num_threads(), level.name()),
             memory_bytes: info::available_memory_bytes(),
             memory_bytes_per_second: info::measure_read_bandwidth(&team),
-            operations_per_second: 1e11 * team.num_threads() as f64,
+            operations_per_second: 0.0,
         };
         let matmul = MatmulContext::new(level)?;
-        Ok(Self { info, team, matmul })
+        let mut device = Self { info, team, matmul };
+        device.info.operations_per_second = info::measure_matmul_rate(&mut device)?;
+        Ok(device)
     }
 }
 
-#[allow(unused_variables, reason = "skeleton")]
 impl Device for CpuDevice {
     type Tensor = CpuTensor;
     type Linear = CpuLinear;

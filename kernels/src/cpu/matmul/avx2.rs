@@ -15,6 +15,7 @@ impl Simd for Avx2 {
     type Floats = __m256;
 
     simd_methods! {
+        fn prefetch(address: *const u8) { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
         fn load_bytes(source: *const u8) -> __m256i { _mm256_loadu_si256(source.cast()) }
         fn store_bytes(target: *mut u8, value: __m256i) { _mm256_storeu_si256(target.cast(), value) }
         fn field(value: __m256i, shift: i32, mask: u8) -> __m256i {

@@ -14,6 +14,7 @@ impl Simd for Avx512 {
     type Floats = __m512;
 
     simd_methods! {
+        fn prefetch(address: *const u8) { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
         fn load_bytes(source: *const u8) -> __m512i { _mm512_loadu_si512(source.cast()) }
         fn store_bytes(target: *mut u8, value: __m512i) { _mm512_storeu_si512(target.cast(), value) }
         fn field(value: __m512i, shift: i32, mask: u8) -> __m512i {

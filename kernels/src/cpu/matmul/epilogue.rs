@@ -2,36 +2,39 @@
 //! For: `matmul`, on the `[T][16]` products of one row group and tile.
 
 use super::format::GROUP;
+use crate::cpu::{
+    math::silu,
+    simd::{LANES, Simd, Vectorized},
+};
 
-/// Replaces each gate by `silu(gate) * up`.
-#[inline(always)]
-pub(super) fn swiglu(gate: &mut [f32], up: &[f32]) {
-    for (gate, up) in gate.iter_mut().zip(up) {
-        *gate = *gate / (1.0 + exp(-*gate)) * up;
+/// Replaces each gate by `silu(gate) * up`. Equal lengths.
+pub(super) struct SwiGlu<'a> {
+    pub(super) gate: &'a mut [f32],
+    pub(super) up: &'a [f32],
+}
+
+impl Vectorized for SwiGlu<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let (gates, rest) = self.gate.as_chunks_mut::<LANES>();
+        let (ups, rest_up) = self.up.as_chunks::<LANES>();
+        for (gate, up) in gates.iter_mut().zip(ups) {
+            swiglu(simd, gate, up);
+        }
+        let (mut gate, mut up) = ([0.0; LANES], [0.0; LANES]);
+        gate[..rest.len()].copy_from_slice(rest);
+        up[..rest_up.len()].copy_from_slice(rest_up);
+        swiglu(simd, &mut gate, &up);
+        rest.copy_from_slice(&gate[..rest.len()]);
     }
 }
 
-/// `e^x` to about 2 units in the last place, without branches so that loops over it are vectorized; the range is
-/// clamped to ±87.3, where f32 ends. Source: the Cephes library, `expf`.
 #[inline(always)]
-fn exp(x: f32) -> f32 {
-    /// Adding and subtracting it rounds to an integer.
-    const ROUND: f32 = 12_582_912.0;
-    const LN_2_HIGH: f32 = 0.693_359_4;
-    const LN_2_LOW: f32 = -2.121_944_4e-4;
-    const COEFFICIENTS: [f32; 5] = [1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 5.000_000_1e-1];
-    let x = if x > 87.3 { 87.3 } else { x };
-    let x = if x < -87.3 { -87.3 } else { x };
-    let shifted = x * std::f32::consts::LOG2_E + ROUND;
-    let power = shifted - ROUND;
-    let rest = x - power * LN_2_HIGH - power * LN_2_LOW;
-    let mut series = 1.987_569_1e-4;
-    for coefficient in COEFFICIENTS {
-        series = series * rest + coefficient;
-    }
-    let fraction = series * rest * rest + rest + 1.0;
-    let exponent = (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32).wrapping_add(127);
-    fraction * f32::from_bits((exponent << 23) as u32)
+fn swiglu<S: Simd>(simd: S, gate: &mut [f32; LANES], up: &[f32; LANES]) {
+    let product = simd.mul(silu(simd, simd.load(gate)), simd.load(up));
+    simd.store(product, gate);
 }
 
 /// Where the products of one row group go: `[num_tokens, width]` outputs, of which this group owns `rows` columns.
@@ -72,16 +75,20 @@ impl Target {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::simd::Level;
 
     #[test]
-    fn swiglu_is_close_to_the_exact_one() {
-        for step in -2000..2000 {
-            let gate = step as f32 * 0.05;
-            let exact = f64::from(gate) / (1.0 + (-f64::from(gate)).exp()) * 1.5;
-            let mut value = [gate];
-            swiglu(&mut value, &[1.5]);
-            let error = (f64::from(value[0]) - exact).abs();
-            assert!(error <= exact.abs() * 1e-6 + 1e-30, "{gate}: {} for {exact}", value[0]);
+    fn swiglu_is_close_to_the_exact_one_at_any_length() {
+        for level in Level::supported() {
+            for len in [0, 1, 16, 37] {
+                let gates: Vec<f32> = (0..len).map(|index| index as f32 * 0.9 - 15.0).collect();
+                let mut results = gates.clone();
+                level.run(SwiGlu { gate: &mut results, up: &vec![1.5; len] });
+                for (gate, result) in gates.iter().zip(results) {
+                    let exact = f64::from(*gate) / (1.0 + (-f64::from(*gate)).exp()) * 1.5;
+                    assert!((f64::from(result) - exact).abs() <= exact.abs() * 1e-6, "{gate}: {result} for {exact}");
+                }
+            }
         }
     }
 }

@@ -75,6 +75,13 @@ pub(super) const fn quant_bytes(bits: usize) -> usize {
     GROUP * BLOCK * bits / 8
 }
 
+/// Bytes of a packed row group of a quantized type, a multiple of 64.
+pub(super) const fn group_bytes(bits: usize, scales: ScaleKind, columns: usize) -> usize {
+    let (unit_blocks, unit_bytes) = scales.unit();
+    let num_blocks = columns / BLOCK;
+    (num_blocks * quant_bytes(bits) + num_blocks.div_ceil(unit_blocks) * unit_bytes).next_multiple_of(64)
+}
+
 /// A quantized type as the kernel sees it.
 pub(super) trait Format {
     /// Bits of a quant.

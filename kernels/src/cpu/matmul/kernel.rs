@@ -4,7 +4,7 @@
 
 use super::{
     activations::{MINUS_HALF_SUM, MINUS_SUM, SCALE, SCALED_HALF_SUM, SCALED_SUM, TOKEN_BYTES},
-    format::{BLOCK, Format, GROUP, quant_bytes},
+    format::{BLOCK, Format, GROUP, group_bytes, quant_bytes},
     simd::Simd,
 };
 
@@ -31,6 +31,9 @@ pub(super) unsafe fn quantized<S: Simd, F: Format, const T: usize>(
             let scales = group.add(num_blocks * quant_bytes(F::BITS));
             let mut sums = [S::zero(); T];
             for block in 0..num_blocks {
+                if lane == 0 {
+                    prefetch_next_group::<S, F>(group, columns, block);
+                }
                 let weights = F::unpack::<S>(group.add(block * quant_bytes(F::BITS) + 4 * lane));
                 let scales = F::scales::<S>(scales, block, lane);
                 let activations = tile.add(block * TOKEN_BYTES * T);
@@ -43,6 +46,26 @@ pub(super) unsafe fn quantized<S: Simd, F: Format, const T: usize>(
             }
         }
         lane += S::LANES;
+    }
+}
+
+/// Asks for the same block of the group after this one. The processor's own prefetching starts anew in each group,
+/// which is too short for it to get far ahead.
+///
+/// # Safety
+/// The level's instructions are there.
+#[inline(always)]
+unsafe fn prefetch_next_group<S: Simd, F: Format>(group: *const u8, columns: usize, block: usize) {
+    let next = group.wrapping_add(group_bytes(F::BITS, F::SCALES, columns));
+    let quants = next.wrapping_add(block * quant_bytes(F::BITS));
+    let (unit_blocks, unit_bytes) = F::SCALES.unit();
+    let scales = next.wrapping_add(columns / BLOCK * quant_bytes(F::BITS) + block * (unit_bytes / unit_blocks));
+    // SAFETY: a prefetch of any address is harmless.
+    unsafe {
+        for line in 0..F::BITS {
+            S::prefetch(quants.wrapping_add(64 * line));
+        }
+        S::prefetch(scales);
     }
 }
 

@@ -6,7 +6,6 @@ use lockstep_formats::GgmlType;
 
 use super::{
     activations::{interleave_tile, quantize_tile},
-    epilogue,
     format::{Format, Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0, Q8_K},
     kernel::{self, BF16, F16, F32, Plain, Product},
     portable::Portable,
@@ -77,8 +76,6 @@ pub(super) struct Kernels {
     pub(super) quantize_tile: unsafe fn(&[f32], usize, usize, &mut [u8]),
     /// See `activations::interleave_tile`.
     pub(super) interleave_tile: unsafe fn(&[f32], usize, usize, &mut [f32]),
-    /// See `epilogue::swiglu`.
-    pub(super) swiglu: unsafe fn(&mut [f32], &[f32]),
     /// Dequantizes a row of a group.
     pub(super) read_row: unsafe fn(GgmlType, *const u8, usize, &mut [f32]),
 }
@@ -125,7 +122,7 @@ macro_rules! level {
             use super::*;
 
             pub(super) static KERNELS: Kernels =
-                Kernels { max_tile: $max_tile, product, quantize_tile, interleave_tile, swiglu, read_row };
+                Kernels { max_tile: $max_tile, product, quantize_tile, interleave_tile, read_row };
 
             /// # Safety
             /// See [`kernel::quantized`].
@@ -183,13 +180,6 @@ macro_rules! level {
             $(#[$features])?
             unsafe fn interleave_tile(rows: &[f32], columns: usize, width: usize, tile: &mut [f32]) {
                 super::interleave_tile(rows, columns, width, tile);
-            }
-
-            /// # Safety
-            /// The level's instructions are there.
-            $(#[$features])?
-            unsafe fn swiglu(gate: &mut [f32], up: &[f32]) {
-                epilogue::swiglu(gate, up);
             }
 
             /// # Safety

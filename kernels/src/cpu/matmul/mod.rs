@@ -28,7 +28,7 @@ pub use level::Level;
 
 use self::{
     activations::TOKEN_BYTES,
-    epilogue::Target,
+    epilogue::{SwiGlu, Target},
     format::{BLOCK, GROUP},
     kernel::Product,
     level::Kernels,
@@ -233,11 +233,11 @@ impl MatmulContext {
             false,
         );
         let products = stacked.floats();
+        let simd_level = super::simd::Level::detect();
         team.for_rows(output, width, 1, &|token, outputs| {
             let (gate, up) = products[token * weight.rows..][..weight.rows].split_at(width);
             outputs.copy_from_slice(gate);
-            // SAFETY: the table is that of a supported level.
-            unsafe { (self.kernels.swiglu)(outputs, up) };
+            simd_level.run(SwiGlu { gate: outputs, up });
         });
         self.stacked = stacked;
         Ok(())
@@ -397,6 +397,7 @@ impl<'a> Call<'a> {
     /// SwiGLU: the groups of gate and up together.
     fn run_paired(&self, team: &Team, output: &mut [f32], width: usize) {
         let Some(num_groups) = self.num_paired_groups() else { return };
+        let simd_level = super::simd::Level::detect();
         let shared = SharedSlice::new(output);
         self.for_groups(team, num_groups, &|group, tiles| {
             let (Some(gate), Some(up)) = (self.weight.group(group), self.weight.group(group + num_groups)) else {
@@ -412,8 +413,7 @@ impl<'a> Call<'a> {
                 self.product(&up_products, up.0, up.1, tile, ups);
                 let tokens = self.tiles.tokens(tile);
                 let (gates, ups) = (&mut gates[..tokens.len()], &ups[..tokens.len()]);
-                // SAFETY: the table is that of a supported level.
-                unsafe { (self.kernels.swiglu)(gates.as_flattened_mut(), ups.as_flattened()) };
+                simd_level.run(SwiGlu { gate: gates.as_flattened_mut(), up: ups.as_flattened() });
                 // SAFETY: tokens and columns are inside the output; no other piece of work has this group and tile.
                 unsafe { target.write(tokens.start, gates) };
             }

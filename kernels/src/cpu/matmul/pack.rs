@@ -5,7 +5,7 @@
 use half::f16;
 use lockstep_formats::GgmlType;
 
-use super::format::{BLOCK, GROUP, SUPER, ScaleKind, quant_bytes};
+use super::format::{BLOCK, GROUP, SUPER, ScaleKind, group_bytes, quant_bytes};
 use crate::{
     KernelError,
     cpu::{memory::AlignedBuffer, team::Team},
@@ -35,7 +35,7 @@ impl PackedMatrix {
         if row_bytes.checked_mul(rows) != Some(bytes.len()) {
             return Err(shape("bytes of a matrix", bytes.len(), row_bytes.saturating_mul(rows)));
         }
-        let group_bytes = group_bytes(ggml_type, columns);
+        let group_bytes = group_bytes_of(ggml_type, columns);
         let num_groups = rows.div_ceil(GROUP);
         let mut data = AlignedBuffer::zeroed(num_groups * group_bytes)?;
         if !data.bytes().is_empty() && row_bytes > 0 {
@@ -65,16 +65,11 @@ impl PackedMatrix {
 }
 
 /// Bytes of a packed row group, a multiple of 64.
-fn group_bytes(ggml_type: GgmlType, columns: usize) -> usize {
-    let bytes = match Encoding::of(ggml_type) {
-        None => GROUP * columns * ggml_type.block_bytes(),
-        Some(encoding) => {
-            let (unit_blocks, unit_bytes) = ScaleKind::of(ggml_type).unit();
-            let num_blocks = columns / BLOCK;
-            num_blocks * quant_bytes(usize::from(encoding.bits)) + num_blocks.div_ceil(unit_blocks) * unit_bytes
-        }
-    };
-    bytes.next_multiple_of(64)
+fn group_bytes_of(ggml_type: GgmlType, columns: usize) -> usize {
+    match Encoding::of(ggml_type) {
+        None => (GROUP * columns * ggml_type.block_bytes()).next_multiple_of(64),
+        Some(encoding) => group_bytes(usize::from(encoding.bits), ScaleKind::of(ggml_type), columns),
+    }
 }
 
 /// Packs up to 16 rows into a zeroed group.

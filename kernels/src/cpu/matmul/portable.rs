@@ -26,6 +26,7 @@ impl Simd for Portable {
     type Floats = [f32; LANES];
 
     simd_methods! {
+        fn prefetch(_address: *const u8) {}
         fn load_bytes(source: *const u8) -> [u8; 4 * LANES] { source.cast::<[u8; 4 * LANES]>().read_unaligned() }
         fn store_bytes(target: *mut u8, value: [u8; 4 * LANES]) {
             target.cast::<[u8; 4 * LANES]>().write_unaligned(value);

@@ -19,6 +19,8 @@ pub(super) trait Simd: Copy + 'static {
     /// One f32 of each row.
     type Floats: Copy;
 
+    /// Asks for a cache line ahead of its use; any address will do.
+    unsafe fn prefetch(address: *const u8);
     /// Loads `4 * LANES` bytes.
     unsafe fn load_bytes(source: *const u8) -> Self::Bytes;
     /// Stores `4 * LANES` bytes.
