@@ -1,5 +1,7 @@
 //! The reader on a real checkpoint: SmolLM2-135M-Instruct Q4_1, found through `LOCKSTEP_TEST_MODEL`.
 
+#![allow(clippy::expect_used, clippy::panic, reason = "a test says what it expected")]
+
 use std::path::PathBuf;
 
 use lockstep_formats::GgmlType;

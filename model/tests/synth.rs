@@ -1,5 +1,7 @@
 //! Synthesized checkpoints: they open, have the shape that was asked for, weights of the right spread, and a tokenizer.
 
+#![allow(clippy::expect_used, clippy::panic, reason = "a test says what it expected")]
+
 use std::path::Path;
 
 use candle_core::{Device, quantized::ggml_file::qtensor_from_ggml};
