@@ -102,8 +102,9 @@ struct Cut {
 /// replicates fewest key/value heads, then the one that spares the first rank, which also schedules. Exact, by dynamic programming over borders.
 fn split_heads(shape: &ModelShape, granule: usize, shares: &[f64]) -> Vec<Range<usize>> {
     let units = shape.num_attention_heads / granule;
-    // A query head costs its rows of Q and columns of the output matrix, a key/value head its rows of K and V.
-    let cost = |range: &Range<usize>| range.len() + key_value_heads(shape, range).len();
+    // A query head costs its rows of Q and columns of the output matrix, a key/value head its rows of K and V; attention
+    // itself goes with the query heads and adds about an eighth.
+    let cost = |range: &Range<usize>| 1.125 * range.len() as f64 + key_value_heads(shape, range).len() as f64;
     let heads = |units: Range<usize>| units.start * granule..units.end * granule;
     let mut table: Vec<Vec<Option<Cut>>> = vec![vec![None; units + 1]; shares.len() + 1];
     table[0][0] = Some(Cut { slowest: 0.0, key_value_heads: 0, start: 0 });
@@ -114,16 +115,14 @@ fn split_heads(shape: &ModelShape, granule: usize, shares: &[f64]) -> Vec<Range<
                 let before = table[rank][start]?;
                 let range = heads(start..end);
                 Some(Cut {
-                    slowest: before.slowest.max(cost(&range) as f64 / share),
+                    slowest: before.slowest.max(cost(&range) / share),
                     key_value_heads: before.key_value_heads + key_value_heads(shape, &range).len(),
                     start,
                 })
             });
             table[rank + 1][end] = cuts.min_by(|a, b| {
-                a.slowest
-                    .total_cmp(&b.slowest)
-                    .then(a.key_value_heads.cmp(&b.key_value_heads))
-                    .then(a.start.cmp(&b.start))
+                let slowest = a.slowest.total_cmp(&b.slowest);
+                slowest.then(a.key_value_heads.cmp(&b.key_value_heads)).then(a.start.cmp(&b.start))
             });
         }
     }

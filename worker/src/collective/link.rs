@@ -10,13 +10,19 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    net::sockopt,
+};
 
 use super::{
     AbortHandle,
     frame::{FrameHeader, FrameKind, HEADER_BYTES},
 };
 use crate::WorkerError;
+
+/// Socket buffers of links within a host.
+const SAME_HOST_BUFFER_BYTES: usize = 512 << 10;
 
 /// An authenticated connection.
 pub(super) struct Link {
@@ -36,8 +42,13 @@ impl Link {
         plan_epoch: u64,
         abort: &AbortHandle,
     ) -> Result<Self, WorkerError> {
-        let setup = |stream: &TcpStream| {
+        let setup = |stream: &TcpStream| -> std::io::Result<()> {
             stream.set_nodelay(true)?;
+            // Within a host there is no distance to fill: buffers that grow by themselves only leave the cache.
+            if stream.local_addr()?.ip() == stream.peer_addr()?.ip() {
+                sockopt::set_socket_send_buffer_size(stream, SAME_HOST_BUFFER_BYTES)?;
+                sockopt::set_socket_recv_buffer_size(stream, SAME_HOST_BUFFER_BYTES)?;
+            }
             stream.set_nonblocking(true)
         };
         setup(&stream).map_err(|error| link_error(peer, error.to_string()))?;

@@ -30,7 +30,7 @@ const MAX_PENDING: usize = 64;
 /// Pause between heartbeats of an idle link.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(300);
 /// A peer that sends nothing for so long is taken for dead.
-const SILENCE: Duration = Duration::from_millis(1500);
+pub(super) const SILENCE: Duration = Duration::from_millis(1500);
 /// Bytes asked of the socket at once.
 const READ_BYTES: usize = 64 << 10;
 

@@ -93,6 +93,11 @@ impl RankLinks {
         MessageLink::new(link, self.config.timeout, self.config.spin)
     }
 
+    #[cfg(test)]
+    pub(super) fn abort_handle(&self) -> AbortHandle {
+        self.config.abort.clone()
+    }
+
     fn link(&self, peer: usize, purpose: Purpose, deadline: Instant) -> Result<Link, WorkerError> {
         let RankLinksConfig { key, rank, abort, .. } = &self.config;
         let stream = if *rank < peer {

@@ -6,7 +6,8 @@ use std::{
     time::Duration,
 };
 
-use super::*;
+use super::{message::SILENCE, *};
+use crate::WorkerError;
 
 const SECRET: &[u8] = b"a secret of the replica";
 
@@ -94,4 +95,178 @@ fn messages_pass_both_ways() {
             assert_eq!(got, vec![round; 1000]);
         }
     });
+}
+
+/// Two ranks with different configurations; the second may fail to connect.
+fn run_pair<T: Send>(
+    configure: impl Fn(&mut RankLinksConfig) + Sync,
+    body: impl Fn(usize, &RankLinks) -> T + Sync,
+) -> Vec<T> {
+    let listeners = [(); 2].map(|()| Arc::new(LinkListener::bind(any_port()).unwrap()));
+    let addresses: Vec<_> = listeners.iter().map(|listener| listener.local_addr()).collect();
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..2)
+            .map(|rank| {
+                let mut config = config(rank, addresses.clone());
+                config.connect_timeout = Duration::from_secs(1);
+                configure(&mut config);
+                let links = RankLinks::new(Arc::clone(&listeners[rank]), config).unwrap();
+                let body = &body;
+                scope.spawn(move || body(rank, &links))
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+fn connect(links: &RankLinks) -> Result<TcpCollective, WorkerError> {
+    links.collective(&[0, 1], Purpose::TensorParallel)
+}
+
+#[test]
+fn a_wrong_secret_is_refused() {
+    let results = run_pair(
+        |config| config.secret.push(config.rank as u8),
+        |_, links| connect(links).map(drop).unwrap_err().to_string(),
+    );
+    assert!(results[1].contains("secret"), "{results:?}");
+    assert!(results[0].contains("did not connect"), "{results:?}");
+}
+
+#[test]
+fn another_epoch_or_model_is_refused() {
+    for change in [|key: &mut LinkKey| key.plan_epoch += 1, |key: &mut LinkKey| key.model.push('x')] {
+        let results = run_pair(
+            |config| {
+                if config.rank == 1 {
+                    change(&mut config.key)
+                }
+            },
+            |_, links| connect(links).map(drop).unwrap_err().to_string(),
+        );
+        assert!(results[1].contains("is not registered"), "{results:?}");
+    }
+}
+
+#[test]
+fn strangers_do_not_disturb_the_listener() {
+    use std::io::{Read, Write};
+    let listeners = [(); 2].map(|()| Arc::new(LinkListener::bind(any_port()).unwrap()));
+    let addresses: Vec<_> = listeners.iter().map(|listener| listener.local_addr()).collect();
+    // One is silent, one trickles, the others send garbage.
+    let silent = std::net::TcpStream::connect(addresses[0]).unwrap();
+    let mut garbage: Vec<_> = [&b"\xff\xff\xff\xff"[..], b"GET / HTTP/1.1\r\n\r\n", &[0; 3000]]
+        .into_iter()
+        .map(|bytes| {
+            let mut stream = std::net::TcpStream::connect(addresses[0]).unwrap();
+            // The listener may have hung up already.
+            let _ = stream.write_all(bytes);
+            stream
+        })
+        .collect();
+    let start = std::time::Instant::now();
+    std::thread::scope(|scope| {
+        for (rank, listener) in listeners.iter().enumerate() {
+            let links = RankLinks::new(Arc::clone(listener), config(rank, addresses.clone())).unwrap();
+            scope.spawn(move || connect(&links).map(drop).unwrap());
+        }
+    });
+    assert!(start.elapsed() < Duration::from_millis(1500), "{:?}", start.elapsed());
+    for stream in garbage.iter_mut().chain([&mut { silent }]) {
+        stream.set_read_timeout(Some(Duration::from_secs(4))).unwrap();
+        let closed = stream.read(&mut [0; 64]);
+        assert!(matches!(&closed, Ok(0)) || closed.unwrap_err().kind() == std::io::ErrorKind::ConnectionReset);
+    }
+}
+
+#[test]
+fn a_dead_or_silent_peer_is_an_error() {
+    for is_dead in [true, false] {
+        let results = run_pair(
+            |config| config.timeout = Duration::from_millis(300),
+            |rank, links| {
+                let mut collective = connect(links).unwrap();
+                if rank == 1 {
+                    if !is_dead {
+                        std::thread::sleep(Duration::from_millis(800));
+                    }
+                    return String::new();
+                }
+                let start = std::time::Instant::now();
+                let error = collective.all_reduce_sum(&mut [1.0; 1000]).unwrap_err();
+                assert!(start.elapsed() < Duration::from_millis(700), "{:?}", start.elapsed());
+                error.to_string()
+            },
+        );
+        let expected: &[_] =
+            if is_dead { &["closed", "reset", "Broken pipe"] } else { &["sent 0 of 4000 bytes within 300ms"] };
+        let is_named = expected.iter().any(|words| results[0].contains(words));
+        assert!(results[0].starts_with("rank 1: ") && is_named, "{results:?}");
+    }
+}
+
+#[test]
+fn lengths_that_differ_are_an_error_on_both_sides() {
+    let results = run_pair(
+        |_| (),
+        |rank, links| {
+            let mut collective = connect(links).unwrap();
+            let result = collective.all_reduce_sum(&mut vec![1.0; 100 + rank]);
+            // Keeps the socket until the other has read.
+            std::thread::sleep(Duration::from_millis(100));
+            result.unwrap_err().to_string()
+        },
+    );
+    assert!(results[0].contains("sent payload bytes 404, expected 400"), "{results:?}");
+}
+
+#[test]
+fn abort_wakes_a_waiting_rank() {
+    let results = run_pair(
+        |_| (),
+        |rank, links| {
+            let mut collective = connect(links).unwrap();
+            if rank == 1 {
+                std::thread::sleep(Duration::from_millis(400));
+                return String::new();
+            }
+            let abort = links.abort_handle();
+            let aborting = std::thread::spawn(move || {
+                std::thread::sleep(Duration::from_millis(100));
+                abort.abort("the plan is over");
+            });
+            let start = std::time::Instant::now();
+            let error = collective.receive(1, &mut [0.0; 10]).unwrap_err();
+            assert!(start.elapsed() < Duration::from_secs(1));
+            aborting.join().unwrap();
+            error.to_string()
+        },
+    );
+    assert_eq!(results[0], "rank 1: aborted: the plan is over");
+}
+
+#[test]
+fn a_message_link_lives_while_idle_and_notices_a_closed_peer() {
+    let results = run_pair(
+        |_| (),
+        |rank, links| {
+            let link = links.message_link(1 - rank).unwrap();
+            if rank == 1 {
+                std::thread::sleep(SILENCE + Duration::from_millis(300));
+                link.send(&1u32).unwrap();
+                // Until the other has it.
+                return link.receive::<u32>(None).map_or_else(|error| error.to_string(), |value| value.to_string());
+            }
+            assert_eq!(link.receive::<u32>(None).unwrap(), 1);
+            link.send(&2u32).unwrap();
+            // Nobody receives here: the watching thread alone notices that the peer left.
+            let start = std::time::Instant::now();
+            while links.abort_handle().reason().is_none() && start.elapsed() < Duration::from_secs(3) {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            links.abort_handle().reason().unwrap_or_default()
+        },
+    );
+    assert_eq!(results[1], "2");
+    assert!(results[0].contains("rank 1: closed the connection"), "{results:?}");
 }
