@@ -5,9 +5,11 @@
 //! half a step of 1/127 of the block's largest value for each term, at worst 1/254 of that for all; 2e-2 covers blocks
 //! whose typical value is a fifth of the largest.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+
 mod blocks;
 
-use blocks::{random_matrix, random_values};
+use blocks::random_matrix;
 use lockstep_formats::GgmlType;
 use lockstep_kernels::{
     Device, KernelError,
@@ -16,9 +18,20 @@ use lockstep_kernels::{
     quant::dequantize,
     reference::matmul::{matmul, round_activations},
 };
+use rand::{Rng, SeedableRng, rngs::StdRng};
 
 const ROUNDING: f64 = 1e-5;
 const QUANTIZATION: f64 = 2e-2;
+
+/// Random activations, some of them large as real ones are.
+fn random_values(len: usize, seed: u64) -> Vec<f32> {
+    let mut random = StdRng::seed_from_u64(seed);
+    let mut value = || {
+        let value = random.random_range(-1.0..1.0_f32);
+        if random.random_bool(0.02) { value * 10.0 } else { value }
+    };
+    (0..len).map(|_| value()).collect()
+}
 
 fn is_plain(ggml_type: GgmlType) -> bool {
     ggml_type.block_elements() == 1

@@ -1,5 +1,7 @@
 //! Reference dequantization against candle-core's, on random blocks of every type that candle has.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+
 mod blocks;
 
 use blocks::random_matrix;

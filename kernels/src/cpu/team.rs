@@ -9,7 +9,7 @@ use std::{
     ops::Range,
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     sync::{
-        Mutex, PoisonError,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
 };
@@ -30,27 +30,33 @@ struct Line<T>(T);
 
 /// So many threads that work on one operation at a time: the caller (index 0) and helpers from a rayon pool.
 pub struct Team {
-    num_threads: usize,
     /// The helpers; none for one thread.
     pool: Option<ThreadPool>,
     /// True while somebody runs work: nested or concurrent calls then run inline.
     is_busy: AtomicBool,
+    posted: Arc<Posted>,
+}
+
+/// What the caller and the helpers share.
+struct Posted {
+    num_threads: usize,
     /// True inside `stay_awake`.
     is_awake: AtomicBool,
-    is_closing: AtomicBool,
-    /// Counts up with each piece of work that is posted to awake helpers.
-    epoch: Line<AtomicUsize>,
-    /// Helpers that have not yet finished the posted work.
+    /// Helpers that are awake, or on their way.
+    num_helpers: AtomicUsize,
+    /// The next thread index of the posted work that nobody runs yet; `num_threads` or more: none.
+    next_index: Line<AtomicUsize>,
+    /// Thread indices of the posted work that have not returned, but for index 0.
     num_running: Line<AtomicUsize>,
     work: UnsafeCell<Option<Work>>,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
 // SAFETY: `work` is written only by the thread that holds `is_busy` and while `num_running` is 0, and read by helpers
-// only between the release of a new `epoch` and their decrement of `num_running`.
-unsafe impl Sync for Team {}
-// SAFETY: the pointer in `work` is None or points at a closure that is `Sync` and alive, on whichever thread.
-unsafe impl Send for Team {}
+// only between claiming an index, which acquires it, and their decrement of `num_running`.
+unsafe impl Sync for Posted {}
+// SAFETY: the pointer in `work` is None or points at a closure that is `Sync` and alive while indices can be claimed.
+unsafe impl Send for Posted {}
 
 impl Team {
     /// Starts a team of so many threads (0: one for each core).
@@ -76,25 +82,26 @@ impl Team {
                     .map_err(failed)?,
             ),
         };
-        Ok(Self {
+        let posted = Posted {
             num_threads,
-            pool,
-            is_busy: AtomicBool::new(false),
             is_awake: AtomicBool::new(false),
-            is_closing: AtomicBool::new(false),
-            epoch: Line(AtomicUsize::new(0)),
+            num_helpers: AtomicUsize::new(0),
+            next_index: Line(AtomicUsize::new(num_threads)),
             num_running: Line(AtomicUsize::new(0)),
             work: UnsafeCell::new(None),
             panic: Mutex::new(None),
-        })
+        };
+        Ok(Self { pool, is_busy: AtomicBool::new(false), posted: Arc::new(posted) })
     }
 
     /// Threads, the caller included.
     pub fn num_threads(&self) -> usize {
-        self.num_threads
+        self.posted.num_threads
     }
 
-    /// Runs `work(thread_index)` for every index below `num_threads`, side by side, and waits for all.
+    /// Runs `work(thread_index)` for every index below `num_threads`, side by side, and waits for all. An index that no
+    /// helper has taken up when the caller is done with its own is run by the caller: a helper that the system has
+    /// put aside holds nobody up. So one index must not wait for another.
     /// A call from inside another one, or beside one on another thread, runs all indices on the calling thread.
     ///
     /// # Panics
@@ -102,29 +109,23 @@ impl Team {
     pub fn run(&self, work: &(dyn Fn(usize) + Sync)) {
         let Some(pool) = &self.pool else { return work(0) };
         if self.is_busy.swap(true, Ordering::Acquire) {
-            return (0..self.num_threads).for_each(work);
+            return (0..self.num_threads()).for_each(work);
         }
         let _busy = Reset(&self.is_busy);
-        if !self.is_awake.load(Ordering::Acquire) {
-            return pool.in_place_scope(|scope| {
-                (1..self.num_threads).for_each(|index| scope.spawn(move |_| work(index)));
-                work(0);
-            });
+        if self.posted.is_awake.load(Ordering::Acquire) {
+            return self.posted.run(work);
         }
-        self.post(work);
-        let own = catch_unwind(AssertUnwindSafe(|| work(0)));
-        wait_while(|| self.num_running.0.load(Ordering::Acquire) != 0);
-        let others = self.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(payload) = own.err().or(others) {
-            resume_unwind(payload);
-        }
+        pool.in_place_scope(|scope| {
+            (1..self.num_threads()).for_each(|index| scope.spawn(move |_| work(index)));
+            work(0);
+        });
     }
 
     /// Runs `work(range)` for consecutive ranges of at most `chunk` items that cover `0..len`, each on whichever
     /// thread is free.
     pub fn for_chunks(&self, len: usize, chunk: usize, work: &(dyn Fn(Range<usize>) + Sync)) {
         let chunk = chunk.max(1);
-        if self.num_threads == 1 || len <= chunk {
+        if self.num_threads() == 1 || len <= chunk {
             return (0..len).step_by(chunk).for_each(|start| work(start..len.min(start + chunk)));
         }
         let next = Line(AtomicUsize::new(0));
@@ -158,23 +159,46 @@ impl Team {
 
     /// The share of `thread_index` when `0..len` is cut evenly into consecutive ranges, one for each thread.
     pub fn share(&self, thread_index: usize, len: usize) -> Range<usize> {
-        let bound = |index: usize| len * index / self.num_threads;
+        let bound = |index: usize| len * index / self.num_threads();
         bound(thread_index)..bound(thread_index + 1)
     }
 
     /// Keeps the helpers awake, waiting for work by spinning, while `body` runs on the calling thread.
+    /// Nobody waits for a helper to wake up or to go back to sleep.
     pub fn stay_awake<R>(&self, body: impl FnOnce() -> R) -> R {
         let Some(pool) = &self.pool else { return body() };
-        if self.is_busy.load(Ordering::Acquire) || self.is_awake.swap(true, Ordering::AcqRel) {
+        if self.posted.is_awake.swap(true, Ordering::AcqRel) {
             return body();
         }
-        self.is_closing.store(false, Ordering::Relaxed);
-        let first_epoch = self.epoch.0.load(Ordering::Relaxed);
-        pool.in_place_scope(|scope| {
-            (1..self.num_threads).for_each(|index| scope.spawn(move |_| self.help(index, first_epoch)));
-            let _closing = Close(self);
-            body()
-        })
+        let _awake = Reset(&self.posted.is_awake);
+        for _ in self.posted.num_helpers.load(Ordering::Acquire)..self.num_threads() - 1 {
+            self.posted.num_helpers.fetch_add(1, Ordering::AcqRel);
+            let posted = Arc::clone(&self.posted);
+            pool.spawn(move || posted.help());
+        }
+        body()
+    }
+}
+
+impl Posted {
+    /// [`Team::run`] while the helpers are awake. The caller holds `is_busy`.
+    fn run(&self, work: &(dyn Fn(usize) + Sync)) {
+        self.post(work);
+        let own = catch_unwind(AssertUnwindSafe(|| {
+            work(0);
+            while let Some(index) = self.claim() {
+                let _finish = Finish(&self.num_running.0);
+                work(index);
+            }
+        }));
+        while self.claim().is_some() {
+            drop(Finish(&self.num_running.0));
+        }
+        wait_while(|| self.num_running.0.load(Ordering::Acquire) != 0);
+        let others = self.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(payload) = own.err().or(others) {
+            resume_unwind(payload);
+        }
     }
 
     fn post(&self, work: &(dyn Fn(usize) + Sync)) {
@@ -183,24 +207,37 @@ impl Team {
         // SAFETY: the caller holds `is_busy` and no helper is running, so nobody else reads or writes the cell.
         unsafe { *self.work.get() = Some(std::ptr::from_ref(work)) };
         self.num_running.0.store(self.num_threads - 1, Ordering::Relaxed);
-        self.epoch.0.fetch_add(1, Ordering::Release);
+        self.next_index.0.store(1, Ordering::Release);
     }
 
-    fn help(&self, index: usize, mut seen: usize) {
+    /// Takes up an index of the posted work that nobody runs yet.
+    fn claim(&self) -> Option<usize> {
+        let next = &self.next_index.0;
+        let take = |index| (index < self.num_threads).then_some(index + 1);
+        next.fetch_update(Ordering::AcqRel, Ordering::Acquire, take).ok()
+    }
+
+    /// Runs what is posted until the team may sleep.
+    fn help(&self) {
         loop {
-            wait_while(|| self.epoch.0.load(Ordering::Acquire) == seen);
-            seen = seen.wrapping_add(1);
-            if self.is_closing.load(Ordering::Acquire) {
+            wait_while(|| {
+                self.next_index.0.load(Ordering::Relaxed) >= self.num_threads && self.is_awake.load(Ordering::Relaxed)
+            });
+            let Some(index) = self.claim() else {
+                if self.is_awake.load(Ordering::Acquire) {
+                    continue;
+                }
+                self.num_helpers.fetch_sub(1, Ordering::AcqRel);
                 return;
-            }
-            // SAFETY: written before the epoch that was just acquired, not again before this helper has finished.
+            };
+            let _finish = Finish(&self.num_running.0);
+            // SAFETY: written before the index that was just claimed, not again before this helper has finished.
             let Some(work) = (unsafe { *self.work.get() }) else { continue };
             // SAFETY: `run` keeps the closure alive until `num_running` is 0.
             let work = unsafe { &*work };
             if let Err(payload) = catch_unwind(AssertUnwindSafe(|| work(index))) {
                 *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(payload);
             }
-            self.num_running.0.fetch_sub(1, Ordering::Release);
         }
     }
 }
@@ -217,23 +254,21 @@ fn wait_while(condition: impl Fn() -> bool) {
     }
 }
 
+/// Counts one index as returned on drop.
+struct Finish<'a>(&'a AtomicUsize);
+
+impl Drop for Finish<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Release);
+    }
+}
+
 /// Sets the flag to false on drop, so that a panic leaves the team usable.
 struct Reset<'a>(&'a AtomicBool);
 
 impl Drop for Reset<'_> {
     fn drop(&mut self) {
         self.0.store(false, Ordering::Release);
-    }
-}
-
-/// Sends the helpers home on drop.
-struct Close<'a>(&'a Team);
-
-impl Drop for Close<'_> {
-    fn drop(&mut self) {
-        self.0.is_closing.store(true, Ordering::Release);
-        self.0.is_awake.store(false, Ordering::Release);
-        self.0.epoch.0.fetch_add(1, Ordering::Release);
     }
 }
 

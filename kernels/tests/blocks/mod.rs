@@ -39,13 +39,3 @@ pub fn random_matrix(ggml_type: GgmlType, rows: usize, columns: usize, seed: u64
     }
     HostMatrix { ggml_type, rows, columns, bytes }
 }
-
-/// Random activations, some of them large as real ones are.
-pub fn random_values(len: usize, seed: u64) -> Vec<f32> {
-    let mut random = StdRng::seed_from_u64(seed);
-    let mut value = || {
-        let value = random.random_range(-1.0..1.0_f32);
-        if random.random_bool(0.02) { value * 10.0 } else { value }
-    };
-    (0..len).map(|_| value()).collect()
-}

@@ -196,8 +196,8 @@ pub(super) unsafe fn plain<S: Simd, P: Plain, const T: usize>(
                     *sum = S::mul_add(weights, S::splat(tile.add((columns - 1) * T + token)), *sum);
                 }
             }
-            for token in 0..T {
-                S::store(output.add(token * GROUP + lane), S::add(sums[0][token], sums[1][token]));
+            for (token, (even, odd)) in sums[0].iter().zip(&sums[1]).enumerate() {
+                S::store(output.add(token * GROUP + lane), S::add(*even, *odd));
             }
         }
         lane += S::LANES;

@@ -388,7 +388,7 @@ impl<'a> Call<'a> {
     fn num_paired_groups(&self) -> Option<usize> {
         let half = self.weight.rows / 2;
         match self.weight.parts.as_slice() {
-            [whole] if whole.rows == self.weight.rows && half % GROUP == 0 => Some(half / GROUP),
+            [whole] if whole.rows == self.weight.rows && half.is_multiple_of(GROUP) => Some(half / GROUP),
             [gate, up] if gate.rows == up.rows => Some(gate.num_groups()),
             _ => None,
         }
