@@ -97,3 +97,53 @@ pub(crate) fn divide(frequencies: &mut [f32], divisors: &[f32]) -> Result<(), St
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn assert_near(rope: &RopeConfig, expected: &[(usize, f32)]) {
+        for &(pair, frequency) in expected {
+            let got = rope.frequencies[pair];
+            assert!((got / frequency - 1.0).abs() < 2e-6, "pair {pair}: expected {frequency}, got {got}");
+        }
+    }
+
+    /// Values of transformers' `_compute_llama3_parameters` for Llama 3.1 8B.
+    #[test]
+    fn llama3_scaling_equals_transformers() {
+        let scaling =
+            RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context: 8192.0 };
+        let rope = rope_config(RopeStyle::Halves, 128, 500_000.0, &scaling).expect("rope");
+        let expected = [(0, 1.0), (28, 3.211_446e-3), (30, 1.371_893_6e-3), (32, 5.248_461_6e-4), (34, 1.785_078_1e-4)];
+        assert_near(&rope, &expected);
+        assert_near(&rope, &[(36, 7.784_655_3e-5), (63, 3.068_926e-7)]);
+        assert_eq!(rope.magnitude, 1.0);
+    }
+
+    /// Values of ggml's `rope_yarn` at position 1: factor 4 over a context of 32768.
+    #[test]
+    fn yarn_scaling_equals_ggml() {
+        let scaling = RopeScaling::Yarn {
+            factor: 4.0,
+            original_context: 32768.0,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            magnitude: 1.138_629_4,
+        };
+        let rope = rope_config(RopeStyle::Interleaved, 128, 1e6, &scaling).expect("rope");
+        let expected = [(0, 1.0), (10, 0.115_478_2), (25, 4.131_738e-3), (32, 6.029_412e-4), (39, 6.490_394_3e-5)];
+        assert_near(&rope, &expected);
+        assert_near(&rope, &[(63, 3.102_344_4e-7)]);
+    }
+
+    #[test]
+    fn divisors_divide_and_are_checked() {
+        let scaling = RopeScaling::Linear { factor: 2.0, magnitude: 1.0 };
+        let mut rope = rope_config(RopeStyle::Interleaved, 4, 100.0, &scaling).expect("rope");
+        divide(&mut rope.frequencies, &[1.0, 5.0]).expect("divide");
+        assert_near(&rope, &[(0, 0.5), (1, 0.01)]);
+        assert!(divide(&mut rope.frequencies, &[1.0]).is_err_and(|problem| problem.contains("expected 2")));
+        assert!(divide(&mut rope.frequencies, &[1.0, 0.0]).is_err_and(|problem| problem.contains("divisor 1")));
+    }
+}

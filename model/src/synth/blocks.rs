@@ -7,6 +7,9 @@
 use half::{bf16, f16};
 use lockstep_formats::GgmlType;
 
+/// Different values of a random float.
+const NUM_LEVELS: usize = 4096;
+
 /// Random 64-bit numbers, one from each position of a counter (SplitMix64).
 pub(super) struct Random(u64);
 
@@ -69,21 +72,20 @@ pub(super) fn fill_blocks(bytes: &mut [u8], ggml_type: GgmlType, deviation: f32,
 /// Uniform floats out of the random bits that are there.
 fn fill_floats(bytes: &mut [u8], ggml_type: GgmlType, deviation: f32) {
     let width = deviation * 12f32.sqrt();
-    let uniform = |bits: u16| (f32::from(bits) / 65536.0 - 0.5) * width;
+    let uniform = |index: usize| ((index as f32 + 0.5) / NUM_LEVELS as f32 - 0.5) * width;
+    let level = |chunk: &[u8]| usize::from(u16::from_le_bytes([chunk[0], chunk[1]])) % NUM_LEVELS;
     if ggml_type == GgmlType::F32 {
-        for chunk in bytes.as_chunks_mut::<4>().0 {
-            *chunk = uniform(u16::from_le_bytes([chunk[0], chunk[1]])).to_le_bytes();
-        }
+        bytes.as_chunks_mut::<4>().0.iter_mut().for_each(|chunk| *chunk = uniform(level(chunk)).to_le_bytes());
         return;
     }
-    for chunk in bytes.as_chunks_mut::<2>().0 {
-        let value = uniform(u16::from_le_bytes(*chunk));
-        *chunk = if ggml_type == GgmlType::F16 {
-            f16::from_f32(value).to_le_bytes()
-        } else {
-            bf16::from_f32(value).to_le_bytes()
-        };
-    }
+    // Converting each value costs many times the look-up.
+    let halves: Vec<[u8; 2]> = (0..NUM_LEVELS)
+        .map(|index| match ggml_type {
+            GgmlType::F16 => f16::from_f32(uniform(index)).to_le_bytes(),
+            _ => bf16::from_f32(uniform(index)).to_le_bytes(),
+        })
+        .collect();
+    bytes.as_chunks_mut::<2>().0.iter_mut().for_each(|chunk| *chunk = halves[level(chunk)]);
 }
 
 fn put_f16(block: &mut [u8], at: usize, value: f32) {
