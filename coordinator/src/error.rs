@@ -1,4 +1,13 @@
-//! What a coordinator can fail at.
+//! What a coordinator can fail at, and what a request can.
+//! Invariant: [`RequestError::class`] is the one place that decides which gRPC code a failure becomes.
+
+use std::time::Duration;
+
+use lockstep_proto::status::Class;
+use tonic::Status;
+
+/// After so long an overloaded coordinator is worth another try.
+const RETRY_AFTER: Duration = Duration::from_millis(500);
 
 /// A failure of the coordinator itself (requests fail with their own errors).
 #[derive(Debug, thiserror::Error)]
@@ -11,4 +20,126 @@ pub enum CoordinatorError {
         /// Cause.
         source: std::io::Error,
     },
+    /// A server ended before it was told to.
+    #[error("the {server} server failed: {reason}")]
+    Server {
+        /// gRPC or HTTP.
+        server: &'static str,
+        /// Cause.
+        reason: String,
+    },
+}
+
+/// Why a request was refused or ended early.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum RequestError {
+    /// A field has a value that can never be served.
+    #[error("{field}: {problem}")]
+    Invalid {
+        /// Field of the request.
+        field: &'static str,
+        /// What is wrong with it: the value got and those allowed.
+        problem: String,
+    },
+    /// No such model is loaded.
+    #[error("model {name:?} is not loaded; loaded are: {loaded}")]
+    UnknownModel {
+        /// What was asked for.
+        name: String,
+        /// Names of the models that are.
+        loaded: String,
+    },
+    /// No such worker is registered.
+    #[error("worker {0:?} is not registered")]
+    UnknownWorker(String),
+    /// The model name is in use for something else.
+    #[error("model {name:?} is loaded already, from another source or with another policy; unload it first")]
+    ModelExists {
+        /// The name.
+        name: String,
+    },
+    /// No replica serves the model.
+    #[error("model {model:?} is not ready: {problem}")]
+    NotReady {
+        /// The model.
+        model: String,
+        /// What it waits for, or why it cannot be served.
+        problem: String,
+    },
+    /// Too many requests at once.
+    #[error("{limit} requests are running, which is the limit; try again later")]
+    Overloaded {
+        /// Most requests at once.
+        limit: usize,
+    },
+    /// Admission is closed.
+    #[error("the coordinator is shutting down")]
+    ShuttingDown,
+    /// The replica that ran the request broke.
+    #[error("the replica that served the request was lost: {0}")]
+    ReplicaLost(String),
+    /// The client's deadline passed.
+    #[error("the request's deadline passed")]
+    Deadline,
+    /// A worker refused.
+    #[error("{message}")]
+    Worker {
+        /// The worker's class.
+        class: Class,
+        /// The worker's message.
+        message: String,
+        /// The worker's retry hint.
+        retry_after: Option<Duration>,
+    },
+    /// Our own fault.
+    #[error("{0}")]
+    Internal(String),
+}
+
+impl RequestError {
+    /// A value outside its range.
+    pub fn invalid(field: &'static str, problem: impl Into<String>) -> Self {
+        Self::Invalid { field, problem: problem.into() }
+    }
+
+    /// What a worker answered.
+    pub fn from_worker(status: &Status) -> Self {
+        Self::Worker {
+            class: Class::of(status),
+            message: status.message().to_owned(),
+            retry_after: Class::retry_after(status),
+        }
+    }
+
+    /// Its class on the wire.
+    pub fn class(&self) -> Class {
+        match self {
+            Self::Invalid { .. } => Class::InvalidRequest,
+            Self::UnknownModel { .. } | Self::UnknownWorker(_) => Class::NotFound,
+            Self::ModelExists { .. } => Class::AlreadyExists,
+            Self::NotReady { .. } => Class::NotReady,
+            Self::Overloaded { .. } => Class::Overloaded,
+            Self::ShuttingDown => Class::ShuttingDown,
+            Self::ReplicaLost(_) => Class::WorkerLost,
+            Self::Deadline => Class::Deadline,
+            Self::Worker { class, .. } => *class,
+            Self::Internal(_) => Class::Internal,
+        }
+    }
+}
+
+impl From<RequestError> for Status {
+    fn from(error: RequestError) -> Self {
+        let retry_after = match &error {
+            RequestError::Overloaded { .. } => Some(RETRY_AFTER),
+            RequestError::Worker { class: Class::Overloaded, retry_after, .. } => {
+                Some(retry_after.unwrap_or(RETRY_AFTER))
+            }
+            _ => None,
+        };
+        match retry_after {
+            Some(retry_after) => error.class().status_with_retry(error.to_string(), retry_after),
+            None => error.class().status(error.to_string()),
+        }
+    }
 }

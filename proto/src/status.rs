@@ -27,6 +27,8 @@ pub enum Class {
     NotReady,
     /// A worker that the request needs was lost.
     WorkerLost,
+    /// The server drains and takes nothing new.
+    ShuttingDown,
     /// The deadline passed.
     Deadline,
     /// The client went away.
@@ -36,7 +38,7 @@ pub enum Class {
 }
 
 impl Class {
-    const ALL: [(Self, Code, &'static str); 11] = [
+    const ALL: [(Self, Code, &'static str); 12] = [
         (Self::InvalidRequest, Code::InvalidArgument, "invalid_request"),
         (Self::NotFound, Code::NotFound, "not_found"),
         (Self::AlreadyExists, Code::AlreadyExists, "already_exists"),
@@ -45,13 +47,14 @@ impl Class {
         (Self::StaleEpoch, Code::FailedPrecondition, "stale_epoch"),
         (Self::NotReady, Code::FailedPrecondition, "not_ready"),
         (Self::WorkerLost, Code::Unavailable, "worker_lost"),
+        (Self::ShuttingDown, Code::Unavailable, "shutting_down"),
         (Self::Deadline, Code::DeadlineExceeded, "deadline"),
         (Self::Cancelled, Code::Cancelled, "cancelled"),
         (Self::Internal, Code::Internal, "internal"),
     ];
 
     fn entry(self) -> &'static (Self, Code, &'static str) {
-        Self::ALL.iter().find(|entry| entry.0 == self).unwrap_or(&Self::ALL[10])
+        Self::ALL.iter().find(|entry| entry.0 == self).unwrap_or(&Self::ALL[11])
     }
 
     /// The stable word for metrics, logs and metadata.
@@ -73,14 +76,23 @@ impl Class {
         status
     }
 
-    /// The class of a status, by its reason word, else by its code; a broken transport is a lost worker.
+    /// The class of a status, by its reason word, else by its code. What a broken transport makes up (it gives no
+    /// reason word and the code UNKNOWN, INTERNAL or UNAVAILABLE) is a lost worker.
     pub fn of(status: &Status) -> Self {
         let reason = status.metadata().get(REASON_KEY).and_then(|value| value.to_str().ok());
-        Self::ALL
-            .iter()
-            .find(|entry| Some(entry.2) == reason)
-            .or_else(|| Self::ALL.iter().find(|entry| entry.1 == status.code()))
-            .map_or(if status.code() == Code::Unknown { Self::WorkerLost } else { Self::Internal }, |entry| entry.0)
+        if let Some(entry) = Self::ALL.iter().find(|entry| Some(entry.2) == reason) {
+            return entry.0;
+        }
+        match status.code() {
+            Code::Unknown | Code::Internal => Self::WorkerLost,
+            code => Self::ALL.iter().find(|entry| entry.1 == code).map_or(Self::Internal, |entry| entry.0),
+        }
+    }
+
+    /// When to try again, if the status says it.
+    pub fn retry_after(status: &Status) -> Option<std::time::Duration> {
+        let millis = status.metadata().get(RETRY_AFTER_KEY)?.to_str().ok()?.parse().ok()?;
+        Some(std::time::Duration::from_millis(millis))
     }
 }
 
@@ -95,6 +107,10 @@ mod tests {
             assert_eq!(status.code(), code);
             assert_eq!(Class::of(&status), class);
         }
-        assert_eq!(Class::of(&Status::unavailable("broken")), Class::WorkerLost);
+        for broken in [Status::unavailable("broken"), Status::unknown("broken"), Status::internal("broken")] {
+            assert_eq!(Class::of(&broken), Class::WorkerLost);
+        }
+        let overloaded = Class::Overloaded.status_with_retry("full", std::time::Duration::from_millis(250));
+        assert_eq!(Class::retry_after(&overloaded), Some(std::time::Duration::from_millis(250)));
     }
 }

@@ -1,0 +1,205 @@
+//! The Admin service: what operators see and order.
+
+use std::{pin::Pin, sync::atomic::Ordering, time::Duration};
+
+use futures::{Stream, stream};
+use lockstep_proto::v1;
+use lockstep_sharding::{Parallelism, Policy};
+use tokio::sync::watch;
+use tonic::{Request, Response, Status};
+
+use crate::{
+    cluster::Workers,
+    config::ModelSpec,
+    error::RequestError,
+    planner::Planner,
+    router::Router,
+    served::{Replica, ReplicaState, ServedModel},
+};
+
+/// Between two progress messages.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
+/// Longest model name, bytes.
+const MAX_NAME_BYTES: usize = 128;
+
+/// Serves Admin.
+pub struct AdminService {
+    /// Live workers.
+    pub workers: watch::Receiver<Workers>,
+    /// What is served.
+    pub router: Router,
+    /// Obeys orders.
+    pub planner: Planner,
+}
+
+#[tonic::async_trait]
+impl v1::admin_server::Admin for AdminService {
+    type LoadModelStream = Pin<Box<dyn Stream<Item = Result<v1::LoadModelProgress, Status>> + Send>>;
+
+    async fn get_cluster(
+        &self,
+        _request: Request<v1::GetClusterRequest>,
+    ) -> Result<Response<v1::GetClusterResponse>, Status> {
+        let live = std::sync::Arc::clone(&self.workers.borrow());
+        let workers = live.values().map(|record| v1::WorkerStatus {
+            worker_id: record.hello.worker_id.clone(),
+            address: record.hello.address.clone(),
+            host: record.hello.host.clone(),
+            devices: record.hello.devices.iter().map(device_status).collect(),
+            draining: record.draining,
+            heartbeat_age_ms: record.last_heartbeat.elapsed().as_secs_f64() * 1e3,
+        });
+        let models = self.router.models();
+        let models = models.values().map(|model| model_status(model, &live));
+        Ok(Response::new(v1::GetClusterResponse { workers: workers.collect(), models: models.collect() }))
+    }
+
+    async fn get_plan(&self, request: Request<v1::GetPlanRequest>) -> Result<Response<v1::GetPlanResponse>, Status> {
+        let model = self.router.model(&request.into_inner().model)?;
+        let plan = model
+            .plan
+            .as_ref()
+            .ok_or_else(|| RequestError::NotReady { model: model.spec.name.clone(), problem: model.explain() })?;
+        let plan_json = serde_json::to_string_pretty(plan.as_ref())
+            .map_err(|error| RequestError::Internal(format!("the plan cannot be shown: {error}")))?;
+        Ok(Response::new(v1::GetPlanResponse { plan_epoch: model.plan_epoch, plan_json }))
+    }
+
+    async fn load_model(
+        &self,
+        request: Request<v1::LoadModelRequest>,
+    ) -> Result<Response<Self::LoadModelStream>, Status> {
+        let spec = spec_of(request.into_inner())?;
+        let name = spec.name.clone();
+        self.planner.load(spec).await?;
+        let (router, planner) = (self.router.clone(), self.planner.clone());
+        // `Some(name)` until the last message is sent.
+        let progress = stream::unfold(Some(name), move |name| {
+            let (router, planner) = (router.clone(), planner.clone());
+            async move {
+                let name = name?;
+                tokio::time::sleep(PROGRESS_INTERVAL).await;
+                match load_progress(&router, &name) {
+                    Ok(progress) if progress.ready => Some((Ok(progress), None)),
+                    Ok(progress) => Some((Ok(progress), Some(name))),
+                    Err(error) => {
+                        // A model that never served is not kept; the caller may correct the request and try again.
+                        let _ = planner.unload(name).await;
+                        Some((Err(Status::from(error)), None))
+                    }
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(progress)))
+    }
+
+    async fn unload_model(
+        &self,
+        request: Request<v1::UnloadModelRequest>,
+    ) -> Result<Response<v1::UnloadModelResponse>, Status> {
+        self.planner.unload(request.into_inner().name).await?;
+        Ok(Response::new(v1::UnloadModelResponse {}))
+    }
+
+    async fn drain_worker(
+        &self,
+        request: Request<v1::DrainWorkerRequest>,
+    ) -> Result<Response<v1::DrainWorkerResponse>, Status> {
+        self.planner.drain_worker(request.into_inner().worker_id).await?;
+        Ok(Response::new(v1::DrainWorkerResponse {}))
+    }
+}
+
+/// The model that a request asks for; it needs as many workers as its policy names ranks at least one.
+fn spec_of(request: v1::LoadModelRequest) -> Result<ModelSpec, RequestError> {
+    if request.source.is_empty() {
+        return Err(RequestError::invalid("source", "is empty, expected a path on the workers"));
+    }
+    let file_name = || request.source.trim_end_matches('/').rsplit('/').next().unwrap_or_default().to_owned();
+    let name = if request.name.is_empty() { file_name() } else { request.name.clone() };
+    if name.is_empty() || name.len() > MAX_NAME_BYTES || name.chars().any(char::is_control) {
+        let problem = format!("is {name:?}, allowed are 1 to {MAX_NAME_BYTES} bytes without control characters");
+        return Err(RequestError::invalid("name", problem));
+    }
+    let policy = if request.policy.is_empty() {
+        Policy { parallelism: Parallelism::Auto, replicas: None }
+    } else {
+        request
+            .policy
+            .parse()
+            .map_err(|error: lockstep_sharding::PlanError| RequestError::invalid("policy", error.to_string()))?
+    };
+    Ok(ModelSpec { name, source: request.source, policy, min_workers: 1 })
+}
+
+/// How far the model is; its problem as an error once an attempt failed.
+fn load_progress(router: &Router, name: &str) -> Result<v1::LoadModelProgress, RequestError> {
+    let model = router.model(name)?;
+    if model.failed_attempts > 0 && !model.is_ready() {
+        return Err(RequestError::NotReady { model: name.into(), problem: model.explain() });
+    }
+    let sum = |count: fn(&Replica) -> u64| model.replicas.iter().map(|replica| count(replica)).sum();
+    Ok(v1::LoadModelProgress {
+        loaded_bytes: sum(|replica| replica.loaded_bytes.load(Ordering::Relaxed)),
+        total_bytes: sum(|replica| replica.total_bytes.load(Ordering::Relaxed)),
+        ready: model.is_ready(),
+    })
+}
+
+fn device_status(device: &v1::WorkerDevice) -> v1::DeviceStatus {
+    let (name, reason) = (device.name.clone(), device.reason.clone());
+    v1::DeviceStatus { name, reason, memory_bytes: device.memory_bytes }
+}
+
+fn model_status(model: &ServedModel, live: &Workers) -> v1::ModelStatus {
+    v1::ModelStatus {
+        name: model.spec.name.clone(),
+        source: model.spec.source.clone(),
+        plan_epoch: model.plan_epoch,
+        replicas: model.replicas.iter().map(|replica| replica_status(replica, live)).collect(),
+        problem: model.problem.clone().unwrap_or_default(),
+    }
+}
+
+fn replica_status(replica: &Replica, live: &Workers) -> v1::ReplicaStatus {
+    let (state, problem) = match replica.state() {
+        ReplicaState::Loading => (v1::ReplicaState::Loading, String::new()),
+        ReplicaState::Ready => (v1::ReplicaState::Ready, String::new()),
+        ReplicaState::Draining => (v1::ReplicaState::Draining, String::new()),
+        ReplicaState::Broken(reason) => (v1::ReplicaState::Broken, reason),
+    };
+    let ranks = replica.plan.stages.iter().enumerate().flat_map(|(stage_index, stage)| {
+        stage.ranks.iter().map(move |rank| v1::RankStatus {
+            rank: rank.rank as u32,
+            worker_id: rank.worker_id.clone(),
+            local_rank: rank.local_rank as u32,
+            pipeline_stage: stage_index as u32,
+            first_layer: stage.layers.start as u32,
+            end_layer: stage.layers.end as u32,
+            num_query_heads: rank.query_heads.len() as u32,
+            num_key_value_heads: rank.key_value_heads.len() as u32,
+            intermediate_columns: rank.intermediate.len() as u32,
+            weight_bytes: rank.weight_bytes,
+            kv_bytes: rank.kv_bytes,
+        })
+    });
+    v1::ReplicaStatus {
+        replica: replica.index as u32,
+        state: state.into(),
+        ranks: ranks.collect(),
+        engine: engine_status(replica, live),
+        problem,
+    }
+}
+
+/// The engine's numbers as the replica's leader last reported them.
+pub fn engine_status(replica: &Replica, live: &Workers) -> Option<v1::EngineStatus> {
+    let leader = replica.members.first()?;
+    let record = live.get(&leader.worker_id).filter(|record| record.session == leader.session)?;
+    let is_it = |report: &&v1::ReplicaReport| {
+        report.model == replica.model
+            && report.plan_epoch == replica.plan_epoch
+            && report.replica as usize == replica.index
+    };
+    record.replicas.iter().find(is_it)?.engine
+}

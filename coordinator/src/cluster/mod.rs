@@ -1,0 +1,37 @@
+//! Which workers live. For: the planner watches it, the admin service shows it.
+//! Invariant: a worker that registers again, even under its old id, has a new session: what it held before is gone.
+//! Not here: what the workers do ([`crate::planner`]).
+
+pub mod memory;
+pub mod registration;
+
+pub use memory::MemoryRegistry;
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use lockstep_proto::v1;
+use tokio::{sync::watch, time::Instant};
+
+/// A live worker as it last reported itself.
+#[derive(Clone, Debug)]
+pub struct WorkerRecord {
+    /// What it said when it registered.
+    pub hello: Arc<v1::WorkerHello>,
+    /// Distinguishes this registration from every other one.
+    pub session: u64,
+    /// When it was last heard of.
+    pub last_heartbeat: Instant,
+    /// It takes no new work.
+    pub draining: bool,
+    /// The replica parts that it holds.
+    pub replicas: Vec<v1::ReplicaReport>,
+}
+
+/// Live workers by id.
+pub type Workers = Arc<BTreeMap<String, Arc<WorkerRecord>>>;
+
+/// Where live workers are known.
+pub trait Registry: Send + Sync + 'static {
+    /// The live workers now and after every change; a watcher that lags sees the newest state, not each step to it.
+    fn watch(&self) -> watch::Receiver<Workers>;
+}

@@ -1,0 +1,134 @@
+//! The coordinator's Prometheus metrics. One recorder a coordinator, no global state.
+//! Invariant: labels come from fixed sets (outcome words, loaded models); request ids and texts never appear.
+
+use lockstep_proto::v1;
+use metrics::{Counter, Gauge, Histogram, Key, Label, Level, Metadata, Recorder, Unit};
+use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusRecorder};
+
+use crate::served::ModelTable;
+
+const REQUESTS: &str = "lockstep_coordinator_requests_total";
+const RUNNING: &str = "lockstep_coordinator_running_requests";
+const PROMPT_TOKENS: &str = "lockstep_coordinator_prompt_tokens_total";
+const COMPLETION_TOKENS: &str = "lockstep_coordinator_completion_tokens_total";
+const TTFT: &str = "lockstep_coordinator_time_to_first_token_seconds";
+const INTER_TOKEN: &str = "lockstep_coordinator_inter_token_seconds";
+const WORKERS: &str = "lockstep_coordinator_live_workers";
+const READY_REPLICAS: &str = "lockstep_coordinator_ready_replicas";
+const WAITING: &str = "lockstep_worker_waiting_sequences";
+const ENGINE_RUNNING: &str = "lockstep_worker_running_sequences";
+const KV_BLOCKS: &str = "lockstep_worker_kv_blocks";
+const FREE_KV_BLOCKS: &str = "lockstep_worker_free_kv_blocks";
+
+/// Every metric with its help text.
+const DESCRIPTIONS: [(&str, &str); 12] = [
+    (REQUESTS, "Generate requests that ended, by outcome"),
+    (RUNNING, "Generate requests in the coordinator"),
+    (PROMPT_TOKENS, "Prompt tokens of admitted requests"),
+    (COMPLETION_TOKENS, "Tokens received from workers"),
+    (TTFT, "From acceptance of a request to its first token"),
+    (INTER_TOKEN, "Between two messages with tokens of a stream"),
+    (WORKERS, "Registered workers"),
+    (READY_REPLICAS, "Replicas that take requests, by model"),
+    (WAITING, "Sequences that wait in the engines, by model"),
+    (ENGINE_RUNNING, "Sequences that run in the engines, by model"),
+    (KV_BLOCKS, "KV blocks of the engines, by model"),
+    (FREE_KV_BLOCKS, "Free KV blocks of the engines, by model"),
+];
+
+/// Buckets of both latency histograms, seconds.
+const LATENCY_BUCKETS: [f64; 16] =
+    [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 60.0];
+
+const METADATA: Metadata<'static> = Metadata::new(module_path!(), Level::INFO, Some(module_path!()));
+
+/// The metrics of one coordinator.
+pub struct Metrics {
+    recorder: PrometheusRecorder,
+    /// Prompt tokens of admitted requests.
+    pub prompt_tokens: Counter,
+    /// Tokens received from workers.
+    pub completion_tokens: Counter,
+    /// Seconds to the first token.
+    pub ttft: Histogram,
+    /// Seconds between messages with tokens.
+    pub inter_token: Histogram,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let builder = PrometheusBuilder::new();
+        // The buckets are a constant that is not empty, the only thing that can be refused.
+        let recorder = builder.set_buckets(&LATENCY_BUCKETS).unwrap_or_default().build_recorder();
+        for (name, help) in DESCRIPTIONS {
+            let unit = if name.ends_with("_seconds") { Unit::Seconds } else { Unit::Count };
+            match name {
+                TTFT | INTER_TOKEN => recorder.describe_histogram(name.into(), Some(unit), help.into()),
+                _ if name.ends_with("_total") => recorder.describe_counter(name.into(), Some(unit), help.into()),
+                _ => recorder.describe_gauge(name.into(), Some(unit), help.into()),
+            }
+        }
+        let counter = |name| recorder.register_counter(&Key::from_static_name(name), &METADATA);
+        let histogram = |name| recorder.register_histogram(&Key::from_static_name(name), &METADATA);
+        Self {
+            prompt_tokens: counter(PROMPT_TOKENS),
+            completion_tokens: counter(COMPLETION_TOKENS),
+            ttft: histogram(TTFT),
+            inter_token: histogram(INTER_TOKEN),
+            recorder,
+        }
+    }
+}
+
+impl Metrics {
+    /// Counts an ended request under `outcome`: a finish reason or an error class's word.
+    pub fn count_request(&self, outcome: &'static str) {
+        let key = Key::from_parts(REQUESTS, vec![Label::from_static_parts("outcome", outcome)]);
+        self.recorder.register_counter(&key, &METADATA).increment(1);
+    }
+
+    fn gauge(&self, name: &'static str, model: Option<&str>) -> Gauge {
+        let labels = model.map(|model| Label::new("model", model.to_owned())).into_iter().collect::<Vec<_>>();
+        self.recorder.register_gauge(&Key::from_parts(name, labels), &METADATA)
+    }
+
+    /// The exposition text, with the gauges as they are now. `engines` gives each ready replica's model and numbers.
+    pub fn render(
+        &self,
+        num_running: usize,
+        num_workers: usize,
+        models: &ModelTable,
+        engines: &[(String, v1::EngineStatus)],
+    ) -> String {
+        self.gauge(RUNNING, None).set(num_running as f64);
+        self.gauge(WORKERS, None).set(num_workers as f64);
+        for (name, model) in models.iter() {
+            let num_ready = model.replicas.iter().filter(|replica| replica.is_ready()).count();
+            self.gauge(READY_REPLICAS, Some(name)).set(num_ready as f64);
+            let sum = |field: fn(&v1::EngineStatus) -> u32| -> f64 {
+                engines.iter().filter(|(model, _)| model == name).map(|(_, engine)| f64::from(field(engine))).sum()
+            };
+            self.gauge(WAITING, Some(name)).set(sum(|engine| engine.num_waiting_sequences));
+            self.gauge(ENGINE_RUNNING, Some(name)).set(sum(|engine| engine.num_running_sequences));
+            self.gauge(KV_BLOCKS, Some(name)).set(sum(|engine| engine.num_kv_blocks));
+            self.gauge(FREE_KV_BLOCKS, Some(name)).set(sum(|engine| engine.num_free_kv_blocks));
+        }
+        self.recorder.handle().render()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn renders_what_was_counted() {
+        let metrics = Metrics::default();
+        metrics.count_request("stop");
+        metrics.ttft.record(0.02);
+        let text = metrics.render(3, 2, &ModelTable::default(), &[]);
+        assert!(text.contains("lockstep_coordinator_requests_total{outcome=\"stop\"} 1"), "{text}");
+        assert!(text.contains("lockstep_coordinator_time_to_first_token_seconds_bucket{le=\"0.025\"} 1"), "{text}");
+        assert!(text.contains("lockstep_coordinator_running_requests 3"), "{text}");
+    }
+}

@@ -1,0 +1,92 @@
+//! Makes what is served match what is wanted: desired models × live workers → plans, loads, unloads.
+//! For: the admin service commands it, the router reads the table that it publishes.
+//! Invariant: one task owns all state ([`reconciler`]); slow work runs in tasks of its own and comes back as events.
+
+mod model_state;
+mod reconciler;
+mod topology;
+mod worker_calls;
+
+use std::{sync::Arc, time::Duration};
+
+use lockstep_sharding::PlanOptions;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio_util::sync::CancellationToken;
+
+use crate::{cluster::Registry, config::ModelSpec, error::RequestError, served::ModelTable};
+
+/// Commands that wait for the reconciler.
+const COMMAND_QUEUE: usize = 64;
+
+/// What the planner needs to know.
+pub struct PlannerConfig {
+    /// Model to serve from the start.
+    pub model: Option<ModelSpec>,
+    /// Sizes that plans leave room for.
+    pub plan_options: PlanOptions,
+    /// Longest wait for running requests when a model is unloaded.
+    pub drain_timeout: Duration,
+}
+
+enum Command {
+    Load(ModelSpec, oneshot::Sender<Result<(), RequestError>>),
+    Unload(String, oneshot::Sender<Result<(), RequestError>>),
+    DrainWorker(String, oneshot::Sender<Result<(), RequestError>>),
+}
+
+/// Commands the planner; cheap to clone.
+#[derive(Clone)]
+pub struct Planner {
+    commands: mpsc::Sender<Command>,
+    models: watch::Receiver<ModelTable>,
+}
+
+impl Planner {
+    /// Starts the reconciler; it ends when `closing` fires.
+    pub fn start(config: PlannerConfig, registry: Arc<dyn Registry>, closing: CancellationToken) -> Self {
+        let (commands, command_receiver) = mpsc::channel(COMMAND_QUEUE);
+        let published = watch::Sender::new(ModelTable::default());
+        let models = published.subscribe();
+        let reconciler = reconciler::Reconciler::new(config, registry.watch(), published);
+        tokio::spawn(reconciler.run(command_receiver, closing));
+        Self { commands, models }
+    }
+
+    /// The published table.
+    pub fn models(&self) -> watch::Receiver<ModelTable> {
+        self.models.clone()
+    }
+
+    /// Wants a model from now on; returns before it is loaded. Wanting the same again changes nothing.
+    ///
+    /// # Errors
+    /// [`RequestError::ModelExists`] if the name stands for something else.
+    pub async fn load(&self, spec: ModelSpec) -> Result<(), RequestError> {
+        self.ask(|reply| Command::Load(spec, reply)).await
+    }
+
+    /// Drains and frees a model; returns when its memory is free.
+    ///
+    /// # Errors
+    /// [`RequestError::UnknownModel`].
+    pub async fn unload(&self, name: String) -> Result<(), RequestError> {
+        self.ask(|reply| Command::Unload(name, reply)).await
+    }
+
+    /// Gives a worker no new work from now on.
+    ///
+    /// # Errors
+    /// [`RequestError::UnknownWorker`].
+    pub async fn drain_worker(&self, worker_id: String) -> Result<(), RequestError> {
+        self.ask(|reply| Command::DrainWorker(worker_id, reply)).await
+    }
+
+    async fn ask(
+        &self,
+        command: impl FnOnce(oneshot::Sender<Result<(), RequestError>>) -> Command,
+    ) -> Result<(), RequestError> {
+        let (reply, answer) = oneshot::channel();
+        self.commands.send(command(reply)).await.map_err(|_| RequestError::ShuttingDown)?;
+        answer.await.map_err(|_| RequestError::ShuttingDown)?
+    }
+}

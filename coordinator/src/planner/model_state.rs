@@ -1,0 +1,168 @@
+//! What the reconciler remembers of one desired model. Plain state; time is passed in.
+
+use std::{sync::Arc, time::Duration};
+
+use lockstep_sharding::{Policy, ShardPlan};
+use tokio::{sync::oneshot, time::Instant};
+
+use crate::{
+    config::ModelSpec,
+    error::RequestError,
+    served::{ModelDescription, Replica, ServedModel},
+};
+
+/// First wait after a failed attempt; doubles with each further one.
+const FIRST_BACKOFF: Duration = Duration::from_secs(1);
+/// Longest wait between attempts.
+const LONGEST_BACKOFF: Duration = Duration::from_secs(30);
+
+/// A model on its way out.
+pub struct Removal {
+    /// When its requests are cut off.
+    pub deadline: Instant,
+    /// Who waits for it.
+    pub replies: Vec<oneshot::Sender<Result<(), RequestError>>>,
+}
+
+/// One desired model.
+pub struct ModelState {
+    /// What is wanted.
+    pub spec: ModelSpec,
+    /// Known once a worker described it.
+    pub description: Option<Arc<ModelDescription>>,
+    /// A describe or plan task is under way.
+    pub is_busy: bool,
+    /// Unload calls under way; no plan is made before they end, so that memory is free when it is loaded.
+    pub num_unloading: usize,
+    /// The newest plan.
+    pub plan: Option<Arc<ShardPlan>>,
+    /// Its epoch.
+    pub plan_epoch: u64,
+    /// Every replica, broken ones until the next plan.
+    pub replicas: Vec<Arc<Replica>>,
+    /// Replicas to have, by the policy or else by the first plan.
+    pub wanted_replicas: Option<usize>,
+    /// Why it does not serve, or not fully.
+    pub problem: Option<String>,
+    /// How its last replica broke, until every wanted one serves again.
+    pub last_break: Option<String>,
+    /// Attempts that failed since it last served.
+    pub failed_attempts: u32,
+    /// No attempt before this.
+    pub retry_at: Option<Instant>,
+    /// Set when it is being unloaded.
+    pub removal: Option<Removal>,
+}
+
+impl ModelState {
+    /// A model that nothing was done for yet.
+    pub fn new(spec: ModelSpec) -> Self {
+        let wanted_replicas = spec.policy.replicas;
+        Self {
+            spec,
+            description: None,
+            is_busy: false,
+            num_unloading: 0,
+            plan: None,
+            plan_epoch: 0,
+            replicas: Vec::new(),
+            wanted_replicas,
+            problem: None,
+            last_break: None,
+            failed_attempts: 0,
+            retry_at: None,
+            removal: None,
+        }
+    }
+
+    /// Replicas that hold devices.
+    pub fn num_live(&self) -> usize {
+        self.replicas.iter().filter(|replica| replica.is_live()).count()
+    }
+
+    /// Replicas that take requests.
+    pub fn num_ready(&self) -> usize {
+        self.replicas.iter().filter(|replica| replica.is_ready()).count()
+    }
+
+    /// Whether a new attempt to describe or plan should start now.
+    pub fn needs_attempt(&self, now: Instant) -> bool {
+        let is_free = !self.is_busy && self.num_unloading == 0 && self.removal.is_none();
+        let is_due = self.retry_at.is_none_or(|at| at <= now);
+        let is_short = self.num_live() < self.wanted_replicas.unwrap_or(1);
+        is_free && is_due && is_short
+    }
+
+    /// The policy for what is missing.
+    pub fn missing_policy(&self) -> Policy {
+        match (self.num_live(), self.wanted_replicas) {
+            (live, Some(wanted)) if live > 0 => {
+                Policy { replicas: Some(wanted - live.min(wanted)), ..self.spec.policy }
+            }
+            _ => self.spec.policy,
+        }
+    }
+
+    /// Notes a failed attempt and when the next may come.
+    pub fn note_failure(&mut self, problem: String, now: Instant) {
+        tracing::warn!(model = self.spec.name, problem, "model cannot be served");
+        let doublings = self.failed_attempts.min(10);
+        self.retry_at = Some(now + (FIRST_BACKOFF * 2_u32.pow(doublings)).min(LONGEST_BACKOFF));
+        self.failed_attempts += 1;
+        self.problem = Some(problem);
+    }
+
+    /// Notes that too few workers are there.
+    pub fn note_waiting(&mut self, num_usable: usize, needed: usize) {
+        let cause = self.last_break.as_ref().map(|cause| format!("; {cause}")).unwrap_or_default();
+        self.problem = Some(format!("waits for workers: {num_usable} of {needed} are registered{cause}"));
+    }
+
+    /// Notes that a replica broke.
+    pub fn note_break(&mut self, replica: &Replica, reason: &str) {
+        let (model, index, plan_epoch) = (&self.spec.name, replica.index, replica.plan_epoch);
+        tracing::warn!(model, replica = index, plan_epoch, reason, "replica broke");
+        let text = format!("replica {index} broke: {reason}");
+        self.problem.get_or_insert_with(|| text.clone());
+        self.last_break = Some(text);
+    }
+
+    /// Forgets the problem if every wanted replica serves.
+    pub fn note_progress(&mut self) {
+        let num_ready = self.num_ready();
+        if num_ready > 0 {
+            self.failed_attempts = 0;
+        }
+        if num_ready >= self.wanted_replicas.unwrap_or(1) {
+            self.problem = None;
+            self.last_break = None;
+            self.retry_at = None;
+        }
+    }
+
+    /// Whether `served` is what [`Self::snapshot`] would give.
+    pub fn is_shown_by(&self, served: &ServedModel) -> bool {
+        self.spec == served.spec
+            && self.description.is_some() == served.description.is_some()
+            && self.plan_epoch == served.plan_epoch
+            && self.problem == served.problem
+            && self.failed_attempts == served.failed_attempts
+            && self.num_ready() == served.num_ready
+            && self.replicas.len() == served.replicas.len()
+            && self.replicas.iter().zip(&served.replicas).all(|(ours, shown)| Arc::ptr_eq(ours, shown))
+    }
+
+    /// What others may see.
+    pub fn snapshot(&self) -> ServedModel {
+        ServedModel {
+            spec: self.spec.clone(),
+            description: self.description.clone(),
+            plan: self.plan.clone(),
+            plan_epoch: self.plan_epoch,
+            replicas: self.replicas.clone(),
+            num_ready: self.num_ready(),
+            problem: self.problem.clone(),
+            failed_attempts: self.failed_attempts,
+        }
+    }
+}

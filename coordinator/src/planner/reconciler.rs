@@ -1,0 +1,443 @@
+//! The planner's task: compares what is wanted with what is there and starts the work that closes the gap.
+//! Invariants: plan epochs only grow, also over restarts; a device never holds two live replicas of one model;
+//! a model is planned anew only after what its broken replicas held was freed.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    future::Future,
+    sync::Arc,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use lockstep_proto::{v1, v1::worker_client::WorkerClient};
+use lockstep_sharding::{PlanError, ShardPlan};
+use rand::RngCore;
+use tokio::{
+    sync::{mpsc, oneshot, watch},
+    task::JoinSet,
+    time::Instant,
+};
+use tokio_util::sync::CancellationToken;
+use tonic::transport::Channel;
+
+use super::{
+    Command, PlannerConfig,
+    model_state::{ModelState, Removal},
+    topology, worker_calls,
+};
+use crate::{
+    cluster::Workers,
+    config::ModelSpec,
+    error::RequestError,
+    served::{Member, ModelDescription, ModelTable, Replica, ReplicaState},
+};
+
+/// How often waits (backoff, draining) are looked at.
+const TICK: Duration = Duration::from_millis(100);
+/// Bytes of a replica's shared secret.
+const SECRET_BYTES: usize = 32;
+
+/// What a task of the reconciler came to.
+enum Event {
+    Described { model: String, outcome: Result<ModelDescription, String> },
+    Planned { model: String, outcome: Result<ShardPlan, PlanError> },
+    Loaded { replica: Arc<Replica>, outcome: Result<(), String> },
+    Unloaded { model: String },
+    Drained,
+}
+
+/// A registration as the reconciler last saw it.
+struct KnownWorker {
+    session: u64,
+    client: WorkerClient<Channel>,
+    is_draining: bool,
+}
+
+/// All state of the planner.
+pub struct Reconciler {
+    config: PlannerConfig,
+    registry: watch::Receiver<Workers>,
+    published: watch::Sender<ModelTable>,
+    workers: BTreeMap<String, KnownWorker>,
+    models: BTreeMap<String, ModelState>,
+    last_epoch: u64,
+    tasks: JoinSet<Event>,
+}
+
+impl Reconciler {
+    /// Nothing served yet.
+    pub fn new(
+        config: PlannerConfig,
+        registry: watch::Receiver<Workers>,
+        published: watch::Sender<ModelTable>,
+    ) -> Self {
+        let models = config.model.iter().map(|spec| (spec.name.clone(), ModelState::new(spec.clone()))).collect();
+        Self { config, registry, published, workers: BTreeMap::new(), models, last_epoch: 0, tasks: JoinSet::new() }
+    }
+
+    /// Reconciles until `closing`; then breaks what is left, so that no request waits for it.
+    pub async fn run(mut self, mut commands: mpsc::Receiver<Command>, closing: CancellationToken) {
+        let mut tick = tokio::time::interval(TICK);
+        tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            self.reconcile(Instant::now());
+            tokio::select! {
+                () = closing.cancelled() => break,
+                Some(command) = commands.recv() => self.obey(command, Instant::now()),
+                Some(done) = self.tasks.join_next() => match done {
+                    Ok(event) => self.take(event, Instant::now()),
+                    Err(error) => tracing::error!(%error, "a planner task panicked"),
+                },
+                Ok(()) = self.registry.changed() => {}
+                _ = tick.tick() => {}
+            }
+        }
+        for replica in self.models.values().flat_map(|model| &model.replicas) {
+            replica.advance(ReplicaState::Broken("the coordinator is shutting down".into()));
+        }
+    }
+
+    fn reconcile(&mut self, now: Instant) {
+        let live = Arc::clone(&self.registry.borrow_and_update());
+        self.follow_workers(&live);
+        self.break_reported(&live);
+        self.drain_replicas(now);
+        self.free_broken();
+        self.remove_unloaded();
+        self.start_attempts(&live, now);
+        self.publish();
+    }
+
+    /// Notices lost, new and draining workers.
+    fn follow_workers(&mut self, live: &Workers) {
+        let lost: Vec<(String, u64)> = self
+            .workers
+            .iter()
+            .filter(|(id, known)| live.get(*id).is_none_or(|record| record.session != known.session))
+            .map(|(id, known)| (id.clone(), known.session))
+            .collect();
+        let mut has_changed = !lost.is_empty();
+        for (worker_id, session) in lost {
+            self.workers.remove(&worker_id);
+            for replica in self.models.values().flat_map(|model| &model.replicas) {
+                if replica.uses(&worker_id, session) {
+                    replica.advance(ReplicaState::Broken(format!("worker {worker_id} was lost")));
+                }
+            }
+        }
+        for (worker_id, record) in live.iter() {
+            match self.workers.get_mut(worker_id) {
+                Some(known) => known.is_draining |= record.draining,
+                None => match worker_calls::client(&record.hello.address) {
+                    Ok(client) => {
+                        let known = KnownWorker { session: record.session, client, is_draining: record.draining };
+                        self.workers.insert(worker_id.clone(), known);
+                        has_changed = true;
+                    }
+                    Err(problem) => tracing::error!(worker_id, problem, "worker cannot be used"),
+                },
+            }
+        }
+        if has_changed {
+            self.models.values_mut().for_each(|model| model.retry_at = None);
+        }
+    }
+
+    /// Breaks replicas that one of their workers calls broken.
+    fn break_reported(&mut self, live: &Workers) {
+        for (worker_id, record) in live.iter() {
+            for report in record.replicas.iter().filter(|report| !report.problem.is_empty()) {
+                let Some(model) = self.models.get(&report.model) else { continue };
+                for replica in &model.replicas {
+                    let is_meant = replica.plan_epoch == report.plan_epoch && replica.index as u32 == report.replica;
+                    if is_meant && replica.uses(worker_id, record.session) {
+                        replica.advance(ReplicaState::Broken(format!("worker {worker_id}: {}", report.problem)));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Stops admission to replicas that must go, and lets go of those that have finished.
+    fn drain_replicas(&mut self, now: Instant) {
+        for model in self.models.values() {
+            let is_overdue = model.removal.as_ref().is_some_and(|removal| removal.deadline <= now);
+            for replica in &model.replicas {
+                let leaves = replica
+                    .members
+                    .iter()
+                    .find(|member| self.workers.get(&member.worker_id).is_some_and(|known| known.is_draining));
+                let reason = match (&model.removal, leaves) {
+                    (Some(_), _) => "the model was unloaded".to_owned(),
+                    (None, Some(member)) => format!("worker {} was drained", member.worker_id),
+                    (None, None) => continue,
+                };
+                match replica.state() {
+                    ReplicaState::Ready => drop(replica.advance(ReplicaState::Draining)),
+                    ReplicaState::Draining if replica.num_requests() == 0 || is_overdue => {
+                        replica.advance(ReplicaState::Broken(reason));
+                    }
+                    ReplicaState::Loading => drop(replica.advance(ReplicaState::Broken(reason))),
+                    ReplicaState::Draining | ReplicaState::Broken(_) => {}
+                }
+            }
+        }
+    }
+
+    /// Unloads broken replicas from those of their workers on which nothing of the model lives.
+    fn free_broken(&mut self) {
+        for (name, model) in &mut self.models {
+            let (live, broken): (Vec<_>, Vec<_>) = model.replicas.drain(..).partition(|replica| replica.is_live());
+            let used: BTreeSet<&str> =
+                live.iter().flat_map(|replica| &replica.members).map(|member| member.worker_id.as_str()).collect();
+            for replica in &broken {
+                if let ReplicaState::Broken(reason) = replica.state() {
+                    model.note_break(replica, &reason);
+                }
+                for member in replica.members.iter().filter(|member| !used.contains(member.worker_id.as_str())) {
+                    let Some(known) = self.workers.get(&member.worker_id) else { continue };
+                    if known.session == member.session {
+                        model.num_unloading += 1;
+                        let (client, name, epoch) = (known.client.clone(), name.clone(), replica.plan_epoch);
+                        self.tasks.spawn(async move {
+                            worker_calls::unload(client, name.clone(), epoch).await;
+                            Event::Unloaded { model: name }
+                        });
+                    }
+                }
+            }
+            model.replicas = live;
+        }
+    }
+
+    /// Forgets models whose removal is complete.
+    fn remove_unloaded(&mut self) {
+        self.models.retain(|_, model| {
+            let is_empty = model.replicas.is_empty() && model.num_unloading == 0 && !model.is_busy;
+            if let Some(removal) = model.removal.as_mut().filter(|_| is_empty) {
+                removal.replies.drain(..).for_each(|reply| drop(reply.send(Ok(()))));
+                return false;
+            }
+            true
+        });
+    }
+
+    /// Describes or plans every model that is short of replicas.
+    fn start_attempts(&mut self, live: &Workers, now: Instant) {
+        let due: Vec<String> =
+            self.models.iter().filter(|(_, model)| model.needs_attempt(now)).map(|(name, _)| name.clone()).collect();
+        for name in due {
+            let usable = || self.workers.iter().filter(|(_, known)| !known.is_draining);
+            let num_usable = usable().count();
+            let Some(model) = self.models.get(&name) else { continue };
+            let needed = if model.num_live() == 0 { model.spec.min_workers.max(1) } else { 1 };
+            if num_usable < needed {
+                self.note(&name, |model| model.note_waiting(num_usable, needed));
+                continue;
+            }
+            match (&model.description, usable().next()) {
+                (None, Some((_, worker))) => {
+                    let (client, source) = (worker.client.clone(), model.spec.source.clone());
+                    self.attempt(name.clone(), async move {
+                        Event::Described { model: name, outcome: worker_calls::describe(client, source).await }
+                    });
+                }
+                (Some(description), _) => {
+                    let replicas: Vec<&Replica> =
+                        self.models.values().flat_map(|model| &model.replicas).map(Arc::as_ref).collect();
+                    let records = usable().filter_map(|(id, _)| live.get(id).map(|record| (id, record.as_ref())));
+                    let topology = topology::topology(&name, records, &replicas);
+                    let (description, policy) = (Arc::clone(description), model.missing_policy());
+                    let options = self.config.plan_options;
+                    self.attempt(name.clone(), async move {
+                        let planned = tokio::task::spawn_blocking(move || {
+                            lockstep_sharding::plan(&description.shape, &topology, &policy, &options)
+                        });
+                        match planned.await {
+                            Ok(outcome) => Event::Planned { model: name, outcome },
+                            Err(error) => {
+                                Event::Described { model: name, outcome: Err(format!("planning failed: {error}")) }
+                            }
+                        }
+                    });
+                }
+                (None, None) => {}
+            }
+        }
+    }
+
+    fn attempt(&mut self, name: String, task: impl Future<Output = Event> + Send + 'static) {
+        self.note(&name, |model| model.is_busy = true);
+        self.tasks.spawn(task);
+    }
+
+    fn note(&mut self, name: &str, change: impl FnOnce(&mut ModelState)) {
+        if let Some(model) = self.models.get_mut(name) {
+            change(model);
+        }
+    }
+
+    fn take(&mut self, event: Event, now: Instant) {
+        match event {
+            Event::Described { model, outcome } => self.note(&model, |model| {
+                model.is_busy = false;
+                match outcome {
+                    Ok(description) => model.description = Some(Arc::new(description)),
+                    Err(problem) => model.note_failure(problem, now),
+                }
+            }),
+            Event::Planned { model, outcome } => {
+                self.note(&model, |model| model.is_busy = false);
+                match outcome {
+                    Ok(plan) => self.deploy(&model, plan, now),
+                    Err(error) => self.note(&model, |model| model.note_failure(error.to_string(), now)),
+                }
+            }
+            Event::Loaded { replica, outcome } => self.note(&replica.model, |model| match outcome {
+                Ok(()) => {
+                    if replica.advance(ReplicaState::Ready) {
+                        tracing::info!(model = replica.model, replica = replica.index, "replica ready");
+                    }
+                    model.note_progress();
+                }
+                Err(problem) => {
+                    if replica.advance(ReplicaState::Broken(problem.clone())) {
+                        model.note_failure(format!("replica {} cannot be loaded: {problem}", replica.index), now);
+                    }
+                }
+            }),
+            Event::Unloaded { model } => {
+                self.note(&model, |model| model.num_unloading = model.num_unloading.saturating_sub(1))
+            }
+            Event::Drained => {}
+        }
+    }
+
+    /// Puts a plan into force under a new epoch: a load task for each of its replicas.
+    fn deploy(&mut self, name: &str, plan: ShardPlan, now: Instant) {
+        let live = Arc::clone(&self.registry.borrow());
+        let bytes = match lockstep_sharding::encode(&plan) {
+            Ok(bytes) => bytes,
+            Err(error) => return self.note(name, |model| model.note_failure(error.to_string(), now)),
+        };
+        self.last_epoch = next_epoch(self.last_epoch);
+        let plan_epoch = self.last_epoch;
+        let Some(model) = self.models.get_mut(name).filter(|model| model.removal.is_none()) else { return };
+        // A worker may have gone while the plan was made: then the next round plans for those that are left.
+        let Some(parts) = plan
+            .replicas
+            .iter()
+            .map(|replica| {
+                let members = topology::members(replica, &live)?;
+                let clients = clients_of(&self.workers, &members)?;
+                Some((replica, members, clients, topology::rank_addresses(replica, &live)?))
+            })
+            .collect::<Option<Vec<_>>>()
+        else {
+            return;
+        };
+        for (index, (replica_plan, members, clients, rank_addresses)) in parts.into_iter().enumerate() {
+            let Some((_, leader)) = clients.first().cloned() else { continue };
+            let mut secret = vec![0; SECRET_BYTES];
+            rand::rng().fill_bytes(&mut secret);
+            let request = v1::LoadReplicaRequest {
+                model: name.to_owned(),
+                source: model.spec.source.clone(),
+                plan_epoch,
+                replica: index as u32,
+                plan: bytes.clone().into(),
+                secret,
+                rank_addresses,
+            };
+            let replica = Arc::new(Replica::new(name.into(), plan_epoch, index, replica_plan.clone(), members, leader));
+            model.replicas.push(Arc::clone(&replica));
+            self.tasks.spawn(async move {
+                let outcome = worker_calls::load(Arc::clone(&replica), clients, request).await;
+                Event::Loaded { replica, outcome }
+            });
+        }
+        tracing::info!(model = name, plan_epoch, num_replicas = plan.replicas.len(), "plan in force");
+        model.wanted_replicas.get_or_insert(plan.replicas.len());
+        model.plan = Some(Arc::new(plan));
+        model.plan_epoch = plan_epoch;
+    }
+
+    fn obey(&mut self, command: Command, now: Instant) {
+        match command {
+            Command::Load(spec, reply) => drop(reply.send(self.want(spec))),
+            Command::Unload(name, reply) => self.unwant(&name, reply, now),
+            Command::DrainWorker(worker_id, reply) => {
+                let outcome = match self.workers.get_mut(&worker_id) {
+                    None => Err(RequestError::UnknownWorker(worker_id)),
+                    Some(known) => {
+                        known.is_draining = true;
+                        let client = known.client.clone();
+                        self.tasks.spawn(async move {
+                            worker_calls::drain(client).await;
+                            Event::Drained
+                        });
+                        Ok(())
+                    }
+                };
+                drop(reply.send(outcome));
+            }
+        }
+    }
+
+    fn want(&mut self, spec: ModelSpec) -> Result<(), RequestError> {
+        match self.models.get_mut(&spec.name) {
+            Some(model) if model.spec == spec && model.removal.is_none() => {
+                model.retry_at = None;
+                Ok(())
+            }
+            Some(_) => Err(RequestError::ModelExists { name: spec.name }),
+            None => {
+                self.models.insert(spec.name.clone(), ModelState::new(spec));
+                Ok(())
+            }
+        }
+    }
+
+    fn unwant(&mut self, name: &str, reply: oneshot::Sender<Result<(), RequestError>>, now: Instant) {
+        let Some(model) = self.models.get_mut(name) else {
+            let loaded = self.models.keys().cloned().collect::<Vec<_>>().join(", ");
+            drop(reply.send(Err(RequestError::UnknownModel { name: name.into(), loaded })));
+            return;
+        };
+        let deadline = now + self.config.drain_timeout;
+        model.removal.get_or_insert_with(|| Removal { deadline, replies: Vec::new() }).replies.push(reply);
+    }
+
+    /// Replaces the table if it says something new; replicas carry their own state.
+    fn publish(&mut self) {
+        let models = &self.models;
+        self.published.send_if_modified(|table| {
+            let is_same = table.len() == models.len()
+                && models.iter().all(|(name, model)| table.get(name).is_some_and(|served| model.is_shown_by(served)));
+            if !is_same {
+                *table =
+                    Arc::new(models.iter().map(|(name, model)| (name.clone(), Arc::new(model.snapshot()))).collect());
+            }
+            !is_same
+        });
+    }
+}
+
+fn clients_of(
+    workers: &BTreeMap<String, KnownWorker>,
+    members: &[Member],
+) -> Option<Vec<(String, WorkerClient<Channel>)>> {
+    members
+        .iter()
+        .map(|member| {
+            let known = workers.get(&member.worker_id).filter(|known| known.session == member.session)?;
+            Some((member.worker_id.clone(), known.client.clone()))
+        })
+        .collect()
+}
+
+/// Above every epoch of this process and, by the clock, of earlier ones.
+fn next_epoch(last: u64) -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_millis() as u64);
+    now.max(last + 1)
+}

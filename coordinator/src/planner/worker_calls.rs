@@ -1,0 +1,148 @@
+//! What the planner asks of workers: describe a model, load a replica, unload it.
+//! Invariant: every call ends: by its time limit, or when the worker's lease is lost and its replica broken.
+
+use std::{sync::Arc, sync::atomic::Ordering, time::Duration};
+
+use futures::{StreamExt, stream::FuturesUnordered};
+use lockstep_model::{ChatTemplate, Tokenizer, TokenizerConfig};
+use lockstep_proto::{MAX_MESSAGE_BYTES, v1, v1::worker_client::WorkerClient};
+use tonic::{
+    Status,
+    transport::{Channel, Endpoint},
+};
+
+use crate::served::{ModelDescription, Replica, ReplicaState};
+
+/// Opening a connection.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// Reading a header and tokenizer from a slow disk.
+const DESCRIBE_TIMEOUT: Duration = Duration::from_secs(120);
+/// Between two progress messages of a load.
+const LOAD_SILENCE: Duration = Duration::from_secs(300);
+/// Freeing memory.
+const UNLOAD_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A client of the worker at `address` (`host:port`); connects when it is first used.
+pub fn client(address: &str) -> Result<WorkerClient<Channel>, String> {
+    let endpoint = Endpoint::from_shared(format!("http://{address}"))
+        .map_err(|error| format!("address {address:?} of the worker is no host:port: {error}"))?
+        .tcp_nodelay(true)
+        .connect_timeout(CONNECT_TIMEOUT)
+        .initial_stream_window_size(1 << 20)
+        .initial_connection_window_size(16 << 20);
+    Ok(WorkerClient::new(endpoint.connect_lazy())
+        .max_decoding_message_size(MAX_MESSAGE_BYTES)
+        .max_encoding_message_size(MAX_MESSAGE_BYTES))
+}
+
+/// Asks a worker what a checkpoint says, and builds the text side of it.
+pub async fn describe(mut worker: WorkerClient<Channel>, source: String) -> Result<ModelDescription, String> {
+    let call = worker.describe_model(v1::DescribeModelRequest { source });
+    let description = match tokio::time::timeout(DESCRIBE_TIMEOUT, call).await {
+        Err(_) => return Err(format!("the worker did not describe the model within {} s", DESCRIBE_TIMEOUT.as_secs())),
+        Ok(answer) => answer.map_err(|status| text_of(&status))?.into_inner(),
+    };
+    let built = tokio::task::spawn_blocking(move || build_description(description)).await;
+    built.map_err(|error| format!("reading the model's description failed: {error}"))?
+}
+
+fn build_description(description: v1::DescribeModelResponse) -> Result<ModelDescription, String> {
+    let shape = lockstep_sharding::codec::decode_shape(&description.shape).map_err(|error| error.to_string())?;
+    let config = TokenizerConfig {
+        bos_token_id: description.bos_token_id,
+        add_bos_token: description.add_bos_token,
+        eos_token_ids: description.eos_token_ids.clone(),
+    };
+    let tokenizer = Tokenizer::from_json(&description.tokenizer_json, config).map_err(|error| error.to_string())?;
+    let text_of_token = |id: Option<u32>| id.and_then(|id| tokenizer.token_text(id)).unwrap_or_default();
+    let chat_template = if description.chat_template.is_empty() {
+        None
+    } else {
+        let bos = text_of_token(description.bos_token_id);
+        let eos = text_of_token(description.eos_token_ids.first().copied());
+        Some(ChatTemplate::new(&description.chat_template, &bos, &eos).map_err(|error| error.to_string())?)
+    };
+    Ok(ModelDescription { shape, tokenizer, chat_template, eos_token_ids: description.eos_token_ids })
+}
+
+/// Loads every part of a replica in parallel; adds its progress to the replica. The first failure is the outcome.
+///
+/// `requests` pairs each of its workers' ids with its client.
+pub async fn load(
+    replica: Arc<Replica>,
+    workers: Vec<(String, WorkerClient<Channel>)>,
+    request: v1::LoadReplicaRequest,
+) -> Result<(), String> {
+    let mut state = replica.watch();
+    let mut parts: FuturesUnordered<_> =
+        workers
+            .into_iter()
+            .map(|(worker_id, client)| {
+                let (replica, request) = (&replica, request.clone());
+                async move {
+                    load_part(replica, client, request).await.map_err(|what| format!("worker {worker_id}: {what}"))
+                }
+            })
+            .collect();
+    loop {
+        tokio::select! {
+            part = parts.next() => match part {
+                Some(outcome) => outcome?,
+                None => return Ok(()),
+            },
+            broken = state.wait_for(|state| matches!(state, ReplicaState::Broken(_))) => {
+                return Err(match broken.as_deref() {
+                    Ok(ReplicaState::Broken(reason)) => reason.clone(),
+                    _ => "the load was given up".into(),
+                });
+            }
+        }
+    }
+}
+
+async fn load_part(
+    replica: &Replica,
+    mut client: WorkerClient<Channel>,
+    request: v1::LoadReplicaRequest,
+) -> Result<(), String> {
+    let silent = |_| format!("nothing was heard of the load for {} s", LOAD_SILENCE.as_secs());
+    let answer = tokio::time::timeout(LOAD_SILENCE, client.load_replica(request)).await.map_err(silent)?;
+    let mut progress = answer.map_err(|status| text_of(&status))?.into_inner();
+    let (mut loaded, mut total) = (0, 0);
+    loop {
+        let message = tokio::time::timeout(LOAD_SILENCE, progress.message()).await.map_err(silent)?;
+        let Some(message) = message.map_err(|status| text_of(&status))? else {
+            return Err("the load ended before it was ready".into());
+        };
+        // Each worker reports sums of its own; only their growth is added to the replica's.
+        replica.loaded_bytes.fetch_add(message.loaded_bytes.saturating_sub(loaded), Ordering::Relaxed);
+        replica.total_bytes.fetch_add(message.total_bytes.saturating_sub(total), Ordering::Relaxed);
+        (loaded, total) = (loaded.max(message.loaded_bytes), total.max(message.total_bytes));
+        if message.ready {
+            return Ok(());
+        }
+    }
+}
+
+/// Frees a worker's parts of a model up to `plan_epoch`. A worker that cannot be reached has freed them by dying.
+pub async fn unload(mut client: WorkerClient<Channel>, model: String, plan_epoch: u64) {
+    let call = client.unload_replica(v1::UnloadReplicaRequest { model: model.clone(), plan_epoch });
+    match tokio::time::timeout(UNLOAD_TIMEOUT, call).await {
+        Ok(Ok(_)) => {}
+        Ok(Err(status)) => tracing::warn!(model, plan_epoch, error = status.message(), "unload failed"),
+        Err(_) => tracing::warn!(model, plan_epoch, "unload timed out"),
+    }
+}
+
+/// Tells a worker to take no new work; its heartbeats say so from then on.
+pub async fn drain(mut client: WorkerClient<Channel>) {
+    match tokio::time::timeout(UNLOAD_TIMEOUT, client.drain(v1::DrainRequest {})).await {
+        Ok(Ok(_)) => {}
+        Ok(Err(status)) => tracing::warn!(error = status.message(), "drain failed"),
+        Err(_) => tracing::warn!("drain timed out"),
+    }
+}
+
+fn text_of(status: &Status) -> String {
+    status.message().to_owned()
+}

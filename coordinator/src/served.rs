@@ -1,0 +1,230 @@
+//! What is served: models, their replicas, and the text side of a model.
+//! For: the planner publishes a [`ModelTable`], the router and the services read it without locks.
+//! Invariant: a replica's state only moves forward: loading → ready → draining → broken.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use lockstep_model::{ChatTemplate, Tokenizer};
+use lockstep_proto::v1::worker_client::WorkerClient;
+use lockstep_sharding::{ModelShape, ReplicaPlan, ShardPlan};
+use tokio::sync::watch;
+use tonic::transport::Channel;
+
+use crate::config::ModelSpec;
+
+/// Desired models by name, with what became of them.
+pub type ModelTable = Arc<BTreeMap<String, Arc<ServedModel>>>;
+
+/// What a checkpoint says, as a worker reported it.
+pub struct ModelDescription {
+    /// Dimensions, for the planner.
+    pub shape: ModelShape,
+    /// Text to token ids and back.
+    pub tokenizer: Tokenizer,
+    /// How a conversation becomes a prompt, if the checkpoint says it.
+    pub chat_template: Option<ChatTemplate>,
+    /// End of sequence and end of turn.
+    pub eos_token_ids: Vec<u32>,
+}
+
+/// A desired model at one moment.
+pub struct ServedModel {
+    /// What is wanted.
+    pub spec: ModelSpec,
+    /// Known once a worker described it.
+    pub description: Option<Arc<ModelDescription>>,
+    /// The newest plan and its epoch; 0 before the first.
+    pub plan: Option<Arc<ShardPlan>>,
+    /// Epoch of `plan`.
+    pub plan_epoch: u64,
+    /// Every replica, broken ones until they are replaced.
+    pub replicas: Vec<Arc<Replica>>,
+    /// Replicas that took requests when this was published.
+    pub num_ready: usize,
+    /// Why it does not serve, or not fully.
+    pub problem: Option<String>,
+    /// Attempts to describe, plan or load that failed since it last served.
+    pub failed_attempts: u32,
+}
+
+impl ServedModel {
+    /// Whether a replica takes requests.
+    pub fn is_ready(&self) -> bool {
+        self.replicas.iter().any(|replica| replica.is_ready())
+    }
+
+    /// Longest sequence that the newest plan, or else the model, allows.
+    pub fn max_sequence_tokens(&self) -> usize {
+        match (&self.plan, &self.description) {
+            (Some(plan), _) => plan.max_sequence_tokens,
+            (None, Some(description)) => description.shape.max_position_embeddings,
+            (None, None) => 0,
+        }
+    }
+
+    /// Why no replica takes requests, in words.
+    pub fn explain(&self) -> String {
+        self.problem.clone().unwrap_or_else(|| {
+            if self.replicas.is_empty() { "it is being planned".into() } else { "it is being loaded".into() }
+        })
+    }
+}
+
+/// Where a replica stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ReplicaState {
+    /// Its workers read weights and join their links.
+    Loading,
+    /// It takes requests.
+    Ready,
+    /// Its running requests finish, it gets no new ones.
+    Draining,
+    /// It never serves again, and why.
+    Broken(String),
+}
+
+/// A worker that holds ranks of a replica, as it was registered when the plan was made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Member {
+    /// Its id.
+    pub worker_id: String,
+    /// Its registration.
+    pub session: u64,
+}
+
+/// One full copy of a model on its ranks.
+pub struct Replica {
+    /// Model name.
+    pub model: String,
+    /// Version of the plan it belongs to.
+    pub plan_epoch: u64,
+    /// Index in the plan.
+    pub index: usize,
+    /// Its part of the plan.
+    pub plan: ReplicaPlan,
+    /// Its workers, each once; the leader first.
+    pub members: Vec<Member>,
+    /// The leader's service.
+    pub leader: WorkerClient<Channel>,
+    /// Progress of loading, bytes.
+    pub loaded_bytes: AtomicU64,
+    /// Bytes to load.
+    pub total_bytes: AtomicU64,
+    state: watch::Sender<ReplicaState>,
+    outstanding_tokens: AtomicU64,
+    num_requests: AtomicU64,
+}
+
+impl Replica {
+    /// A replica that starts to load. `members` is not empty.
+    pub fn new(
+        model: String,
+        plan_epoch: u64,
+        index: usize,
+        plan: ReplicaPlan,
+        members: Vec<Member>,
+        leader: WorkerClient<Channel>,
+    ) -> Self {
+        Self {
+            model,
+            plan_epoch,
+            index,
+            plan,
+            members,
+            leader,
+            loaded_bytes: AtomicU64::new(0),
+            total_bytes: AtomicU64::new(0),
+            state: watch::Sender::new(ReplicaState::Loading),
+            outstanding_tokens: AtomicU64::new(0),
+            num_requests: AtomicU64::new(0),
+        }
+    }
+
+    /// Its state now.
+    pub fn state(&self) -> ReplicaState {
+        self.state.borrow().clone()
+    }
+
+    /// Its state now and later.
+    pub fn watch(&self) -> watch::Receiver<ReplicaState> {
+        self.state.subscribe()
+    }
+
+    /// Whether it takes requests.
+    pub fn is_ready(&self) -> bool {
+        *self.state.borrow() == ReplicaState::Ready
+    }
+
+    /// Whether it holds devices: everything but broken.
+    pub fn is_live(&self) -> bool {
+        !matches!(*self.state.borrow(), ReplicaState::Broken(_))
+    }
+
+    /// Moves on to `state`; says whether it did. A state is never left for an earlier one.
+    pub fn advance(&self, state: ReplicaState) -> bool {
+        let order = |state: &ReplicaState| match state {
+            ReplicaState::Loading => 0,
+            ReplicaState::Ready => 1,
+            ReplicaState::Draining => 2,
+            ReplicaState::Broken(_) => 3,
+        };
+        self.state.send_if_modified(|current| {
+            let is_later = order(&state) > order(current);
+            if is_later {
+                *current = state;
+            }
+            is_later
+        })
+    }
+
+    /// Tokens that its requests may still have to compute.
+    pub fn outstanding_tokens(&self) -> u64 {
+        self.outstanding_tokens.load(Ordering::Relaxed)
+    }
+
+    /// Requests that it runs.
+    pub fn num_requests(&self) -> u64 {
+        self.num_requests.load(Ordering::Acquire)
+    }
+
+    /// Whether it has a rank on that registration of a worker.
+    pub fn uses(&self, worker_id: &str, session: u64) -> bool {
+        self.members.iter().any(|member| member.worker_id == worker_id && member.session == session)
+    }
+}
+
+/// A request's share of a replica's load; given back on drop.
+pub struct ReplicaLoad {
+    /// The replica.
+    pub replica: Arc<Replica>,
+    tokens: u64,
+}
+
+impl ReplicaLoad {
+    /// Counts a request of so many tokens.
+    pub fn new(replica: Arc<Replica>, tokens: u64) -> Self {
+        replica.outstanding_tokens.fetch_add(tokens, Ordering::Relaxed);
+        replica.num_requests.fetch_add(1, Ordering::AcqRel);
+        Self { replica, tokens }
+    }
+
+    /// Some of its tokens are done.
+    pub fn done(&mut self, tokens: u64) {
+        let tokens = tokens.min(self.tokens);
+        self.tokens -= tokens;
+        self.replica.outstanding_tokens.fetch_sub(tokens, Ordering::Relaxed);
+    }
+}
+
+impl Drop for ReplicaLoad {
+    fn drop(&mut self) {
+        self.done(self.tokens);
+        self.replica.num_requests.fetch_sub(1, Ordering::AcqRel);
+    }
+}

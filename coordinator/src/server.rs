@@ -1,0 +1,170 @@
+//! The life of a coordinator: bind, serve, and at the end stop admission, drain, close.
+//! Invariant: it returns at most `drain_timeout` plus [`CLOSE_TIMEOUT`] after the shutdown signal.
+
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+
+use axum::{http::HeaderValue, response::Response};
+use lockstep_proto::{FILE_DESCRIPTOR_SET, MAX_MESSAGE_BYTES, v1};
+use tokio::{net::TcpListener, task::JoinHandle};
+use tokio_util::sync::CancellationToken;
+use tonic::{
+    Code,
+    service::Routes,
+    transport::{Server, server::TcpIncoming},
+};
+
+use crate::{
+    CoordinatorConfig, CoordinatorError,
+    admission::Admission,
+    api::{admin::AdminService, grpc::InferenceService, health, http},
+    cluster::{MemoryRegistry, Registry, registration::RegistrationService},
+    metrics::Metrics,
+    planner::{Planner, PlannerConfig},
+    router::Router,
+};
+
+/// Longest wait for connections to end after the drain.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
+/// Largest request of a client: a prompt of some million tokens.
+const MAX_REQUEST_BYTES: usize = 16 << 20;
+/// Streams that one connection may open beyond the request limit, so that overload is answered and not queued.
+const SPARE_STREAMS: usize = 1024;
+
+/// Runs a coordinator until `shutdown` fires; then stops admission, drains and returns.
+/// `ready` is called once with the bound gRPC and HTTP addresses.
+///
+/// # Errors
+/// [`CoordinatorError`] if it cannot start, or if a server fails.
+pub async fn run(
+    config: CoordinatorConfig,
+    shutdown: CancellationToken,
+    ready: impl FnOnce(SocketAddr, SocketAddr) + Send,
+) -> Result<(), CoordinatorError> {
+    let (grpc_listener, grpc_address) = bind(config.grpc_listen).await?;
+    let (http_listener, http_address) = bind(config.http_listen).await?;
+
+    let closing = CancellationToken::new();
+    // However this function is left, the tasks that it started end.
+    let _closing_guard = closing.clone().drop_guard();
+    let registry = MemoryRegistry::default();
+    let planner_config = PlannerConfig {
+        model: config.model.clone(),
+        plan_options: config.plan_options,
+        drain_timeout: config.drain_timeout,
+    };
+    let planner = Planner::start(planner_config, Arc::new(registry.clone()), closing.clone());
+    let router = Router::new(planner.models());
+    let admission = Admission::new(config.max_concurrent_requests);
+    let metrics = Arc::new(Metrics::default());
+    let (reporter, health_service) = tonic_health::server::health_reporter();
+
+    let inference =
+        InferenceService { admission: admission.clone(), router: router.clone(), metrics: Arc::clone(&metrics) };
+    let admin = AdminService { workers: registry.watch(), router: router.clone(), planner };
+    let registration =
+        RegistrationService { registry: registry.clone(), lease: config.lease, closing: closing.clone() };
+    let routes = Routes::new(health_service)
+        .add_service(v1::inference_server::InferenceServer::new(inference).max_decoding_message_size(MAX_REQUEST_BYTES))
+        .add_service(v1::admin_server::AdminServer::new(admin).max_encoding_message_size(MAX_MESSAGE_BYTES))
+        .add_service(v1::cluster_server::ClusterServer::new(registration));
+    let state = http::HttpState {
+        admission: admission.clone(),
+        router: router.clone(),
+        workers: registry.watch(),
+        metrics,
+        started: std::time::SystemTime::now(),
+    };
+
+    let mut grpc_server = tokio::spawn(serve_grpc(grpc_listener, with_reflection(routes)?, &config, closing.clone()));
+    let mut http_server = tokio::spawn(serve_http(http_listener, http::routes(state), closing.clone()));
+    let health_task = tokio::spawn(health::follow(reporter.clone(), admission.clone(), router));
+    tracing::info!(%grpc_address, %http_address, "coordinator serves");
+    ready(grpc_address, http_address);
+
+    tokio::select! {
+        () = shutdown.cancelled() => {}
+        ended = &mut grpc_server => return Err(failed("gRPC", ended)),
+        ended = &mut http_server => return Err(failed("HTTP", ended)),
+    }
+    admission.close();
+    health_task.abort();
+    health::withdraw(&reporter).await;
+    tracing::info!(num_running = admission.num_running(), "draining");
+    if !admission.drained(config.drain_timeout).await {
+        tracing::warn!(num_running = admission.num_running(), "requests were cut off: the drain took too long");
+    }
+    closing.cancel();
+    close(grpc_server).await;
+    close(http_server).await;
+    Ok(())
+}
+
+async fn bind(address: SocketAddr) -> Result<(TcpListener, SocketAddr), CoordinatorError> {
+    let refused = |source| CoordinatorError::Bind { address, source };
+    let listener = TcpListener::bind(address).await.map_err(refused)?;
+    let local = listener.local_addr().map_err(refused)?;
+    Ok((listener, local))
+}
+
+/// Adds reflection: v1, and v1alpha for the clients that know nothing newer.
+fn with_reflection(routes: Routes) -> Result<Routes, CoordinatorError> {
+    let builder = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(FILE_DESCRIPTOR_SET)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
+    let refused = |error: tonic_reflection::server::Error| CoordinatorError::Server {
+        server: "reflection",
+        reason: error.to_string(),
+    };
+    let (v1, v1alpha) = (builder().build_v1().map_err(refused)?, builder().build_v1alpha().map_err(refused)?);
+    Ok(routes.add_service(v1).add_service(v1alpha))
+}
+
+fn serve_grpc(
+    listener: TcpListener,
+    routes: Routes,
+    config: &CoordinatorConfig,
+    closing: CancellationToken,
+) -> impl Future<Output = Result<(), String>> + Send + 'static {
+    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+    let routes = Routes::from(routes.into_axum_router().layer(axum::middleware::map_response(blame_the_client)));
+    let max_streams = config.max_concurrent_requests.saturating_add(SPARE_STREAMS).try_into().unwrap_or(u32::MAX);
+    let server = Server::builder()
+        .max_concurrent_streams(Some(max_streams))
+        .http2_keepalive_interval(Some(Duration::from_secs(10)))
+        .add_routes(routes)
+        .serve_with_incoming_shutdown(incoming, closing.cancelled_owned());
+    async move { server.await.map_err(|error| error.to_string()) }
+}
+
+async fn serve_http(listener: TcpListener, routes: axum::Router, closing: CancellationToken) -> Result<(), String> {
+    let server = axum::serve(listener, routes).with_graceful_shutdown(closing.cancelled_owned());
+    server.await.map_err(|error| error.to_string())
+}
+
+/// A request that does not decode (such as text that is no UTF-8) is the client's fault; tonic calls it INTERNAL.
+async fn blame_the_client(mut response: Response) -> Response {
+    let headers = response.headers_mut();
+    let is_internal = headers.get("grpc-status").is_some_and(|code| code == "13");
+    let message = headers.get("grpc-message").and_then(|message| message.to_str().ok()).unwrap_or_default();
+    if is_internal && message.starts_with("failed%20to%20decode") {
+        headers.insert("grpc-status", HeaderValue::from(Code::InvalidArgument as i32));
+    }
+    response
+}
+
+async fn close(mut server: JoinHandle<Result<(), String>>) {
+    if tokio::time::timeout(CLOSE_TIMEOUT, &mut server).await.is_err() {
+        server.abort();
+    }
+}
+
+fn failed(server: &'static str, ended: Result<Result<(), String>, tokio::task::JoinError>) -> CoordinatorError {
+    let reason = match ended {
+        Ok(Ok(())) => "it ended".into(),
+        Ok(Err(reason)) => reason,
+        Err(error) => error.to_string(),
+    };
+    CoordinatorError::Server { server, reason }
+}
