@@ -15,6 +15,8 @@ mod split;
 pub mod topology;
 
 #[cfg(test)]
+mod properties;
+#[cfg(test)]
 mod tests;
 
 pub use codec::{decode, decode_shape, encode, encode_shape};
