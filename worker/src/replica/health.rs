@@ -92,3 +92,27 @@ impl Drop for PanicGuard {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_breaks_the_part_and_the_first_reason_stays() {
+        let wakes = Arc::new(AtomicU64::new(0));
+        let health = Health::new({
+            let wakes = wakes.clone();
+            move || drop(wakes.fetch_add(1, Ordering::Relaxed))
+        });
+        let guard = health.guard("the thread of rank 3".to_owned());
+        let panicking = std::thread::spawn(move || {
+            let _guard = guard;
+            panic!("on purpose");
+        });
+        assert!(panicking.join().is_err());
+        health.fail("too late");
+        assert!(health.is_broken());
+        assert_eq!(health.reason(), "the thread of rank 3 panicked");
+        assert_eq!(wakes.load(Ordering::Relaxed), 1);
+    }
+}

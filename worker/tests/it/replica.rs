@@ -6,8 +6,12 @@ use std::time::{Duration, Instant};
 use crate::cluster::{Cluster, block_on, cut, greedy, run, test_model};
 use lockstep_model::Checkpoint;
 
-/// Log-probability gap below which two tokens count as equally likely: sums in another order may swap them.
-const TIE: f32 = 0.02;
+/// Gap to the runner-up, in nats, from which two tokens cannot be swapped by rounding. Tensor-parallel sums add in
+/// another order; int8 activations amplify that last bit through the layers. Changing one bit in seven of the hidden
+/// values after layer 0 of a single rank moves log-probabilities by up to 0.12, which is what other cuts show as well.
+const TIE: f32 = 0.6;
+/// Most that log-probabilities may differ on average; a wrong head or column costs whole nats.
+const MEAN_DIFFERENCE: f32 = 0.1;
 
 const PROMPTS: [&str; 4] = [
     "The capital of France is",
@@ -25,37 +29,54 @@ fn text(token_ids: impl IntoIterator<Item = u32>) -> String {
     token_ids.into_iter().map(|token_id| decoder.push(token_id).unwrap()).collect()
 }
 
-/// Fails unless `cluster` gives the tokens of `expected` up to the first tie.
-fn assert_same(cluster: &Cluster, expected: &[Vec<(u32, f32)>], name: &str) {
-    for (prompt, expected) in PROMPTS.iter().zip(expected) {
-        let tokens = block_on(run(cluster.leader(), greedy(encode(prompt), expected.len())));
-        for (index, ((token_id, _), (expected_id, gap))) in tokens.iter().zip(expected).enumerate() {
-            if token_id != expected_id {
-                assert!(*gap < TIE, "{name}: token {index} of {prompt:?} is {token_id}, expected {expected_id}");
-                break;
-            }
+/// What a replica gives for a prompt.
+#[derive(Debug, PartialEq)]
+struct Answer {
+    token_ids: Vec<u32>,
+    /// Of each token: log-probability of the most likely one, and its distance to the runner-up.
+    best: Vec<(f32, f32)>,
+}
+
+fn answer(cluster: &Cluster, prompt: &str) -> Answer {
+    let tokens = block_on(run(cluster.leader(), greedy(encode(prompt), 24)));
+    let best = tokens.iter().map(|(_, logprobs)| (logprobs.top[0].1, logprobs.top[0].1 - logprobs.top[1].1)).collect();
+    Answer { token_ids: tokens.into_iter().map(|token| token.0).collect(), best }
+}
+
+fn expected() -> Vec<Answer> {
+    answers(&Cluster::start(&test_model(), &[1]))
+}
+
+/// Fails unless `answers` are those of `expected`, each up to the first tie.
+fn assert_same(answers: &[Answer], expected: &[Answer], name: &str) {
+    for ((prompt, answer), expected) in PROMPTS.iter().zip(answers).zip(expected) {
+        let pairs = answer.token_ids.iter().zip(&expected.token_ids);
+        let same = pairs.take_while(|(got, expected)| got == expected).count();
+        if let Some((_, gap)) = expected.best.get(same) {
+            assert!(*gap < TIE, "{name}: token {same} of {prompt:?} differs at a gap of {gap}");
         }
+        let differences =
+            answer.best.iter().zip(&expected.best).take(same).map(|(got, wanted)| (got.0 - wanted.0).abs());
+        let mean = differences.sum::<f32>() / same.max(1) as f32;
+        assert!(mean < MEAN_DIFFERENCE, "{name}: log-probabilities of {prompt:?} differ by {mean} on average");
     }
 }
 
-/// Tokens of one rank, each with the gap to the runner-up.
-fn expected() -> Vec<Vec<(u32, f32)>> {
-    let cluster = Cluster::start(&test_model(), &[1]);
-    let with_gap = |prompt: &&str| {
-        let tokens = block_on(run(cluster.leader(), greedy(encode(prompt), 24)));
-        tokens.into_iter().map(|(token_id, logprobs)| (token_id, logprobs.top[0].1 - logprobs.top[1].1)).collect()
-    };
-    PROMPTS.iter().map(with_gap).collect()
+fn answers(cluster: &Cluster) -> Vec<Answer> {
+    PROMPTS.iter().map(|prompt| answer(cluster, prompt)).collect()
 }
 
 #[test]
 fn every_cut_answers_as_one_rank_does() {
     let expected = expected();
-    let answer = text(expected[0].iter().map(|token| token.0));
+    let answer = text(expected[0].token_ids.iter().copied());
     assert!(answer.contains("Paris"), "{:?} is continued by {answer:?}", PROMPTS[0]);
-    for stages in [&[2][..], &[3], &[4], &[5], &[1, 1], &[1, 1, 1], &[2, 2], &[1, 2], &[2, 1]] {
-        let cluster = Cluster::start(&test_model(), stages);
-        assert_same(&cluster, &expected, &format!("{stages:?}"));
+    for stages in [&[2][..], &[3], &[4], &[5], &[2, 2], &[1, 2], &[2, 1]] {
+        assert_same(&answers(&Cluster::start(&test_model(), stages)), &expected, &format!("{stages:?}"));
+    }
+    // Stages alone change no sum, hence no bit.
+    for stages in [&[1, 1][..], &[1, 1, 1]] {
+        assert_eq!(answers(&Cluster::start(&test_model(), stages)), expected, "{stages:?}");
     }
 }
 
@@ -66,25 +87,20 @@ fn ranks_of_one_worker_answer_alike() {
     for rank in plan.stages.iter_mut().flat_map(|stage| &mut stage.ranks) {
         rank.worker_id = format!("worker-{}", rank.rank % 2);
     }
-    assert_same(&Cluster::load(&test_model(), plan), &expected(), "two workers of two ranks");
+    assert_same(&answers(&Cluster::load(&test_model(), plan)), &expected(), "two workers of two ranks");
 }
 
 #[test]
 fn concurrent_sequences_answer_as_alone() {
     let expected = expected();
-    let cluster = Cluster::start(&test_model(), &[2, 1]);
-    let all = async {
-        let runs = PROMPTS.iter().map(|prompt| run(cluster.leader(), greedy(encode(prompt), 24)));
-        futures::future::join_all(runs).await
-    };
-    for (tokens, expected) in block_on(all).into_iter().zip(&expected) {
-        let end = expected.iter().position(|token| token.1 < TIE).unwrap_or(expected.len());
-        let ids = |tokens: Vec<u32>| tokens.into_iter().take(end).collect::<Vec<_>>();
-        assert_eq!(
-            ids(tokens.iter().map(|token| token.0).collect()),
-            ids(expected.iter().map(|token| token.0).collect())
-        );
-    }
+    let cluster = Cluster::start(&test_model(), &[1, 1]);
+    let answers = std::thread::scope(|scope| {
+        let cluster = &cluster;
+        let runs: Vec<_> = PROMPTS.iter().map(|prompt| scope.spawn(move || answer(cluster, prompt))).collect();
+        runs.into_iter().map(|run| run.join().unwrap()).collect::<Vec<_>>()
+    });
+    // A token's result does not depend on what else is in its batch.
+    assert_eq!(answers, expected);
 }
 
 #[test]
