@@ -102,7 +102,9 @@ mod tests {
         let wakes = Arc::new(AtomicU64::new(0));
         let health = Health::new({
             let wakes = wakes.clone();
-            move || drop(wakes.fetch_add(1, Ordering::Relaxed))
+            move || {
+                wakes.fetch_add(1, Ordering::Relaxed);
+            }
         });
         let guard = health.guard("the thread of rank 3".to_owned());
         let panicking = std::thread::spawn(move || {

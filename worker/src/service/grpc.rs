@@ -57,7 +57,7 @@ impl Worker for WorkerService {
         request: Request<v1::LoadReplicaRequest>,
     ) -> Result<Response<Self::LoadReplicaStream>, Status> {
         if self.0.is_draining() {
-            return Err(Class::NotReady.status("the worker is draining"));
+            return Err(Class::ShuttingDown.status("the worker is draining"));
         }
         let request = request.into_inner();
         let key = ReplicaKey { model: request.model.clone(), replica: request.replica };
@@ -88,7 +88,7 @@ impl Worker for WorkerService {
         let request = request.into_inner();
         let running_token = self.0.running.token();
         if self.0.is_draining() {
-            return Err(Class::NotReady.status("the worker is draining"));
+            return Err(Class::ShuttingDown.status("the worker is draining"));
         }
         let key = ReplicaKey { model: request.model.clone(), replica: request.replica };
         let replica = self.0.replicas.find(&key, request.plan_epoch)?;

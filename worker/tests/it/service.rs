@@ -227,7 +227,7 @@ fn a_worker_loads_runs_unloads_and_drains() {
         harness.shutdown.cancel();
         harness.heartbeat(|heartbeat| heartbeat.draining).await;
         let refused = harness.run(2, 4).await.unwrap_err();
-        assert_eq!(Class::of(&refused), Class::NotReady);
+        assert_eq!(Class::of(&refused), Class::ShuttingDown);
         assert_eq!(collect(last).await.0.len(), 30);
         tokio::time::timeout(WAIT, harness.worker).await.unwrap().unwrap().unwrap();
     });
