@@ -3,6 +3,8 @@
 //! Run: `cargo bench -p lockstep-kernels --bench attention`. Throughput of decode is bytes of keys and values, that of
 //! prefill is floating point operations (two a multiply-add, causal ones only).
 
+#![allow(clippy::unwrap_used, missing_docs, reason = "a failure is what a test reports")]
+
 use std::hint::black_box;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};

@@ -1,5 +1,7 @@
 //! Paged attention against the oracle, and its promise: the bits of a token depend on nothing but its own sequence.
 
+#![allow(clippy::unwrap_used, missing_docs, reason = "a failure is what a test reports")]
+
 use lockstep_kernels::{
     KernelError,
     cpu::{CpuKvCache, Team, attention::attention, rope_and_store::rope_and_store, simd::Level},

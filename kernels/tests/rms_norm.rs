@@ -1,5 +1,7 @@
 //! The RMS norm and row gathering of the CPU device against their oracles.
 
+#![allow(clippy::unwrap_used, missing_docs, reason = "a failure is what a test reports")]
+
 use lockstep_kernels::{
     cpu::{Team, gather_rows::gather_rows, rms_norm::rms_norm},
     reference,

@@ -167,22 +167,24 @@ impl Vectorized for Narrow<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let largest = half::f16::MAX.to_f32_const();
-        let narrow = |from: &[f32; LANES]| {
-            let finite = simd.max(simd.splat(-largest), simd.min(simd.splat(largest), simd.load(from)));
-            let mut to = [0; LANES];
-            simd.store_f16(finite, &mut to);
-            to
-        };
         let (from, from_rest) = self.from.as_chunks::<LANES>();
         let (to, to_rest) = self.to.as_chunks_mut::<LANES>();
         for (from, to) in from.iter().zip(to) {
-            *to = narrow(from);
+            *to = narrow(simd, from);
         }
         if !from_rest.is_empty() {
             let mut padded = [0.0; LANES];
             padded[..from_rest.len()].copy_from_slice(from_rest);
-            to_rest.copy_from_slice(&narrow(&padded)[..from_rest.len()]);
+            to_rest.copy_from_slice(&narrow(simd, &padded)[..from_rest.len()]);
         }
     }
+}
+
+#[inline(always)]
+fn narrow<S: Simd>(simd: S, from: &[f32; LANES]) -> [u16; LANES] {
+    let largest = half::f16::MAX.to_f32_const();
+    let finite = simd.max(simd.splat(-largest), simd.min(simd.splat(largest), simd.load(from)));
+    let mut to = [0; LANES];
+    simd.store_f16(finite, &mut to);
+    to
 }

@@ -24,7 +24,7 @@ pub trait Vectorized {
     /// What it returns.
     type Output;
     /// Does the work. Implementations, and what they call with `simd`, are `#[inline(always)]`: only so are they
-    /// compiled for the level.
+    /// compiled for the level. A closure (also one given to `map` or `array::from_fn`) is not, so none uses `simd`.
     fn run<S: Simd>(self, simd: S) -> Self::Output;
 }
 

@@ -36,6 +36,22 @@ macro_rules! simd {
     };
 }
 
+/// An expression for each of the two halves. It is no closure: those are compiled without the instructions.
+macro_rules! halves {
+    (|$half:ident| $value:expr) => {
+        [
+            {
+                let $half = 0;
+                $value
+            },
+            {
+                let $half = 1;
+                $value
+            },
+        ]
+    };
+}
+
 impl Simd for Avx512 {
     type Vector = __m512;
     const ACCUMULATORS: usize = 24;
@@ -105,6 +121,10 @@ impl Simd for Avx512 {
     fn select(self, mask: u16, a: __m512, b: __m512) -> __m512 {
         simd!(_mm512_mask_blend_ps(mask, b, a))
     }
+    #[inline(always)]
+    fn largest(self, a: __m512) -> f32 {
+        simd!(_mm512_reduce_max_ps(a))
+    }
 }
 
 impl Avx2 {
@@ -112,8 +132,8 @@ impl Avx2 {
     #[inline(always)]
     fn widen_mask(self, mask: u16) -> [__m256; 2] {
         let bits = simd!(_mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128));
-        [mask & 0xff, mask >> 8].map(|byte| {
-            let byte = simd!(_mm256_set1_epi32(i32::from(byte)));
+        halves!(|half| {
+            let byte = simd!(_mm256_set1_epi32(i32::from(mask >> (8 * half) & 0xff)));
             simd!(_mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(byte, bits), bits)))
         })
     }
@@ -134,8 +154,8 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn load_f16(self, values: &[u16; LANES]) -> Self::Vector {
-        let (low, high) = values.split_at(LANES / 2);
-        [low, high].map(|half| simd!(_mm256_cvtph_ps(_mm_loadu_si128(half.as_ptr().cast()))))
+        let (values, _) = values.as_chunks::<{ LANES / 2 }>();
+        halves!(|half| simd!(_mm256_cvtph_ps(_mm_loadu_si128(values[half].as_ptr().cast()))))
     }
     #[inline(always)]
     fn store(self, vector: Self::Vector, values: &mut [f32; LANES]) {
@@ -152,54 +172,58 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn add(self, a: Self::Vector, b: Self::Vector) -> Self::Vector {
-        std::array::from_fn(|half| simd!(_mm256_add_ps(a[half], b[half])))
+        halves!(|half| simd!(_mm256_add_ps(a[half], b[half])))
     }
     #[inline(always)]
     fn sub(self, a: Self::Vector, b: Self::Vector) -> Self::Vector {
-        std::array::from_fn(|half| simd!(_mm256_sub_ps(a[half], b[half])))
+        halves!(|half| simd!(_mm256_sub_ps(a[half], b[half])))
     }
     #[inline(always)]
     fn mul(self, a: Self::Vector, b: Self::Vector) -> Self::Vector {
-        std::array::from_fn(|half| simd!(_mm256_mul_ps(a[half], b[half])))
+        halves!(|half| simd!(_mm256_mul_ps(a[half], b[half])))
     }
     #[inline(always)]
     fn div(self, a: Self::Vector, b: Self::Vector) -> Self::Vector {
-        std::array::from_fn(|half| simd!(_mm256_div_ps(a[half], b[half])))
+        halves!(|half| simd!(_mm256_div_ps(a[half], b[half])))
     }
     #[inline(always)]
     fn mul_add(self, a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector {
-        std::array::from_fn(|half| simd!(_mm256_fmadd_ps(a[half], b[half], c[half])))
+        halves!(|half| simd!(_mm256_fmadd_ps(a[half], b[half], c[half])))
     }
     #[inline(always)]
     fn max(self, a: Self::Vector, b: Self::Vector) -> Self::Vector {
-        std::array::from_fn(|half| simd!(_mm256_max_ps(a[half], b[half])))
+        halves!(|half| simd!(_mm256_max_ps(a[half], b[half])))
     }
     #[inline(always)]
     fn min(self, a: Self::Vector, b: Self::Vector) -> Self::Vector {
-        std::array::from_fn(|half| simd!(_mm256_min_ps(a[half], b[half])))
+        halves!(|half| simd!(_mm256_min_ps(a[half], b[half])))
     }
     #[inline(always)]
     fn round(self, a: Self::Vector) -> Self::Vector {
-        a.map(|half| simd!(_mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(half)))
+        halves!(|half| simd!(_mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a[half])))
     }
     #[inline(always)]
     fn scale_by_power(self, a: Self::Vector, n: Self::Vector) -> Self::Vector {
-        std::array::from_fn(|half| {
+        halves!(|half| {
             let shifted = simd!(_mm256_slli_epi32::<23>(_mm256_cvtps_epi32(n[half])));
             simd!(_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a[half]), shifted)))
         })
     }
     #[inline(always)]
     fn greater(self, a: Self::Vector, b: Self::Vector) -> u16 {
-        let byte = |half: usize| {
-            let lanes = simd!(_mm256_cmp_ps::<_CMP_GT_OQ>(a[half], b[half]));
-            simd!(_mm256_movemask_ps(lanes)) as u16
-        };
-        byte(0) | byte(1) << 8
+        let bytes = halves!(|half| simd!(_mm256_movemask_ps(_mm256_cmp_ps::<_CMP_GT_OQ>(a[half], b[half]))) as u16);
+        bytes[0] | bytes[1] << 8
     }
     #[inline(always)]
     fn select(self, mask: u16, a: Self::Vector, b: Self::Vector) -> Self::Vector {
         let lanes = self.widen_mask(mask);
-        std::array::from_fn(|half| simd!(_mm256_blendv_ps(b[half], a[half], lanes[half])))
+        halves!(|half| simd!(_mm256_blendv_ps(b[half], a[half], lanes[half])))
+    }
+    #[inline(always)]
+    fn largest(self, a: Self::Vector) -> f32 {
+        let eight = simd!(_mm256_max_ps(a[0], a[1]));
+        let four = simd!(_mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight)));
+        let two = simd!(_mm_max_ps(four, _mm_movehl_ps(four, four)));
+        simd!(_mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two))))
     }
 }

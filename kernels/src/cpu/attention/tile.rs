@@ -88,16 +88,12 @@ impl Vectorized for Merge<'_> {
             let old = exp2(simd, simd.splat(total.maxima[row] - maximum));
             let new = exp2(simd, simd.splat(part.maxima[row] - maximum));
             total.maxima[row] = maximum;
-            let mix = |total: &mut [f32; LANES], part: &[f32; LANES]| {
+            let values = row * width..(row + 1) * width;
+            let totals = total.values[values.clone()].iter_mut().chain([&mut total.sums[row]]);
+            for (total, part) in totals.zip(part.values[values].iter().chain([&part.sums[row]])) {
                 let mixed = simd.mul_add(simd.load(part), new, simd.mul(simd.load(total), old));
                 simd.store(mixed, total);
-            };
-            mix(&mut total.sums[row], &part.sums[row]);
-            let values = row * width..(row + 1) * width;
-            total.values[values.clone()]
-                .iter_mut()
-                .zip(&part.values[values])
-                .for_each(|(total, part)| mix(total, part));
+            }
         }
     }
 }
@@ -317,9 +313,10 @@ impl Step<'_> {
             let maximum = if largest > state.maxima[row] { largest } else { state.maxima[row] };
             factors[row] = state.maxima[row] - maximum;
             state.maxima[row] = maximum;
-            let weights = vectors.map(|vector| exp2(simd, simd.sub(vector, simd.splat(maximum))));
-            for (weights, scores) in weights.into_iter().zip(&mut scores[row]) {
-                simd.store(weights, scores);
+            let mut weights = vectors;
+            for (weights, scores) in weights.iter_mut().zip(&mut scores[row]) {
+                *weights = exp2(simd, simd.sub(*weights, simd.splat(maximum)));
+                simd.store(*weights, scores);
             }
             let factor = exp2(simd, simd.splat(factors[row]));
             factors[row] = simd.to_array(factor)[0];
@@ -374,11 +371,14 @@ fn score_tile<S: Simd, const ROWS: usize, const TILES: usize>(
     let queries: [&[f32]; ROWS] = std::array::from_fn(|row| &queries[row * head_dim..][..head_dim]);
     let mut sums = [[simd.splat(0.0); TILES]; ROWS];
     for element in 0..head_dim {
-        let keys: [S::Vector; TILES] = std::array::from_fn(|tile| simd.load_f16(&keys[tile][element]));
+        let mut vectors = [simd.splat(0.0); TILES];
+        for tile in 0..TILES {
+            vectors[tile] = simd.load_f16(&keys[tile][element]);
+        }
         for row in 0..ROWS {
             let query = simd.splat(queries[row][element]);
             for tile in 0..TILES {
-                sums[row][tile] = simd.mul_add(query, keys[tile], sums[row][tile]);
+                sums[row][tile] = simd.mul_add(query, vectors[tile], sums[row][tile]);
             }
         }
     }
@@ -411,11 +411,14 @@ fn value_tile<S: Simd, const ROWS: usize, const COLUMNS: usize>(
         let weights: [&[f32; LANES]; ROWS] = std::array::from_fn(|row| &weights[row][tile]);
         for (key, values) in values.chunks_exact(width).take(LANES).enumerate() {
             let values = &values[column..column + COLUMNS];
-            let values: [S::Vector; COLUMNS] = std::array::from_fn(|place| simd.load_f16(&values[place]));
+            let mut vectors = [simd.splat(0.0); COLUMNS];
+            for place in 0..COLUMNS {
+                vectors[place] = simd.load_f16(&values[place]);
+            }
             for row in 0..ROWS {
                 let weight = simd.splat(weights[row][key]);
                 for place in 0..COLUMNS {
-                    sums[row][place] = simd.mul_add(weight, values[place], sums[row][place]);
+                    sums[row][place] = simd.mul_add(weight, vectors[place], sums[row][place]);
                 }
             }
         }

@@ -107,20 +107,24 @@ fn apply_penalties(row: &SampleRow, first_token: u32, logits: &mut [f32]) -> Vec
 #[inline(always)]
 fn sanitize<S: Simd>(simd: S, logits: &mut [f32]) -> f32 {
     let lowest = simd.splat(f32::NEG_INFINITY);
-    let clean = |vector| simd.max(simd.add(vector, simd.splat(0.0)), lowest);
     let mut maxima = [lowest; 4];
     let (vectors, rest) = logits.as_chunks_mut::<LANES>();
     for (index, vector) in vectors.iter_mut().enumerate() {
-        let cleaned = clean(simd.load(vector));
+        let cleaned = clean(simd, simd.load(vector));
         simd.store(cleaned, vector);
         maxima[index % 4] = simd.max(cleaned, maxima[index % 4]);
     }
     let mut last = [f32::NEG_INFINITY; LANES];
     last[..rest.len()].copy_from_slice(rest);
-    let cleaned = clean(simd.load(&last));
+    let cleaned = clean(simd, simd.load(&last));
     rest.copy_from_slice(&simd.to_array(cleaned)[..rest.len()]);
     let [a, b, c, d] = maxima;
     simd.largest(simd.max(simd.max(simd.max(a, b), simd.max(c, d)), cleaned))
+}
+
+#[inline(always)]
+fn clean<S: Simd>(simd: S, logits: S::Vector) -> S::Vector {
+    simd.max(simd.add(logits, simd.splat(0.0)), simd.splat(f32::NEG_INFINITY))
 }
 
 /// `ln Σ exp(logit * factor)`; `maximum` is the largest logit.
@@ -129,17 +133,16 @@ fn log_sum_exp<S: Simd>(simd: S, logits: &[f32], maximum: f32, factor: f32) -> f
     if !maximum.is_finite() {
         return maximum;
     }
-    let term = |vector| exp(simd, simd.mul(simd.sub(vector, simd.splat(maximum)), simd.splat(factor)));
+    let maxima = simd.splat(maximum);
+    let factors = simd.splat(factor);
     let (vectors, rest) = logits.as_chunks::<LANES>();
     let mut last = [f32::NEG_INFINITY; LANES];
     last[..rest.len()].copy_from_slice(rest);
-    let mut sums = [term(simd.load(&last)), simd.splat(0.0)];
-    let (pairs, odd) = vectors.as_chunks::<2>();
-    for pair in pairs {
-        sums = std::array::from_fn(|place| simd.add(sums[place], term(simd.load(&pair[place]))));
+    let mut sums = [simd.splat(0.0); 4];
+    for (index, vector) in vectors.iter().chain([&last]).enumerate() {
+        let terms = exp(simd, simd.mul(simd.sub(simd.load(vector), maxima), factors));
+        sums[index % 4] = simd.add(sums[index % 4], terms);
     }
-    for vector in odd {
-        sums[1] = simd.add(sums[1], term(simd.load(vector)));
-    }
-    maximum * factor + simd.sum(simd.add(sums[0], sums[1])).ln()
+    let [a, b, c, d] = sums;
+    maximum * factor + simd.sum(simd.add(simd.add(a, b), simd.add(c, d))).ln()
 }

@@ -13,7 +13,10 @@ pub(super) fn draw(seed: u64, first_token: u32, logits: &[f32], factor: f32) -> 
     for (batch, logits) in logits.chunks(BATCH).enumerate() {
         let start = batch * BATCH;
         let first = first_token.wrapping_add(start as u32);
-        let noise: [f32; BATCH] = std::array::from_fn(|place| gumbel(hash(seed, first.wrapping_add(place as u32))));
+        let mut noise = [0.0; BATCH];
+        for (place, noise) in noise.iter_mut().enumerate() {
+            *noise = gumbel(hash(seed, first.wrapping_add(place as u32)));
+        }
         for (place, (logit, noise)) in logits.iter().zip(noise).enumerate() {
             let value = logit * factor + noise;
             if *logit > f32::NEG_INFINITY && best.is_none_or(|(_, best)| value > best) {
@@ -66,7 +69,7 @@ fn ln(x: f32) -> f32 {
         -1.666_805_8e-1,
         2.000_071_5e-1,
         -2.499_999_4e-1,
-        3.333_333_1e-1,
+        3.333_333e-1,
     ] {
         sum = sum * m + coefficient;
     }
