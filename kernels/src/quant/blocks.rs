@@ -86,8 +86,7 @@ impl BlockParts {
     /// Q4_0, Q4_1, Q5_0, Q5_1: byte `i` holds elements `i` and `i + 16`; bit `i` of `high` is the fifth of element `i`.
     fn read_nibbles(&mut self, d: f32, m: f32, quants: Bytes<'_>, high: u32) {
         (self.d, self.m) = (d, m);
-        for index in 0..16 {
-            let byte = quants.u8(index);
+        for (index, byte) in quants.array::<16>(0).into_iter().enumerate() {
             self.quants[index] = byte & 15 | (high >> index << 4) as u8 & 16;
             self.quants[index + 16] = byte >> 4 | (high >> (index + 16) << 4) as u8 & 16;
         }
@@ -103,9 +102,18 @@ impl BlockParts {
 
     /// Each 32 bytes hold 128 elements: bits `2j..` of byte `i` are element `32j + i`.
     fn read_two_bits(&mut self, quants: Bytes<'_>) {
-        for index in 0..MAX_BLOCK {
-            let (half, shift, byte) = (index / 128, index % 128 / 32 * 2, index % 32);
-            self.quants[index] = quants.u8(half * 32 + byte) >> shift & 3;
+        let source = quants.array::<64>(0);
+        for (part, target) in self.quants.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+            let (bytes, shift) = (&source[part / 4 * 32..][..32], part % 4 * 2);
+            target.iter_mut().zip(bytes).for_each(|(quant, byte)| *quant = byte >> shift & 3);
+        }
+    }
+
+    /// Each bit of 32 bytes is the next bit of 32 elements: bit `j` of byte `i` becomes bit `to` of element `32j + i`.
+    fn read_high_bits(&mut self, bits: Bytes<'_>, to: u32) {
+        let source = bits.array::<32>(0);
+        for (part, target) in self.quants.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+            target.iter_mut().zip(source).for_each(|(quant, byte)| *quant |= (byte >> part & 1) << to);
         }
     }
 
@@ -120,9 +128,7 @@ impl BlockParts {
 
     fn read_q3_k(&mut self, block: Bytes<'_>) {
         self.read_two_bits(block.tail(32));
-        for index in 0..MAX_BLOCK {
-            self.quants[index] |= (block.u8(index % 32) >> (index / 32) & 1) << 2;
-        }
+        self.read_high_bits(block, 2);
         let scales = block.tail(96);
         for index in 0..16 {
             let low = scales.u8(index % 8) >> (index / 8 * 4) & 15;
@@ -146,9 +152,10 @@ impl BlockParts {
 
     /// Each 32 bytes hold 64 elements: the low nibbles 32 and the high nibbles the next 32.
     fn read_four_bits(&mut self, quants: Bytes<'_>) {
-        for index in 0..MAX_BLOCK {
-            let byte = quants.u8(index / 64 * 32 + index % 32);
-            self.quants[index] = byte >> (index % 64 / 32 * 4) & 15;
+        let source = quants.array::<128>(0);
+        for (part, target) in self.quants.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+            let (bytes, shift) = (&source[part / 2 * 32..][..32], part % 2 * 4);
+            target.iter_mut().zip(bytes).for_each(|(quant, byte)| *quant = byte >> shift & 15);
         }
     }
 
@@ -160,18 +167,19 @@ impl BlockParts {
     fn read_q5_k(&mut self, block: Bytes<'_>) {
         self.read_six_bit_scales(block);
         self.read_four_bits(block.tail(48));
-        for index in 0..MAX_BLOCK {
-            self.quants[index] |= (block.u8(16 + index % 32) >> (index / 32) & 1) << 4;
-        }
+        self.read_high_bits(block.tail(16), 4);
     }
 
     /// Each 64 low bytes and 32 high bytes hold 128 elements.
     fn read_q6_k(&mut self, block: Bytes<'_>) {
-        for index in 0..MAX_BLOCK {
-            let (half, quarter, byte) = (index / 128, index % 128 / 32, index % 32);
-            let low = block.u8(half * 64 + quarter % 2 * 32 + byte) >> (quarter / 2 * 4) & 15;
-            let high = block.u8(128 + half * 32 + byte) >> (quarter * 2) & 3;
-            self.quants[index] = low | high << 4;
+        let (low, high) = (block.array::<128>(0), block.array::<64>(128));
+        for (part, target) in self.quants.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+            let (half, quarter) = (part / 4, part % 4);
+            let (low, low_shift) = (&low[half * 64 + quarter % 2 * 32..][..32], quarter / 2 * 4);
+            let (high, high_shift) = (&high[half * 32..][..32], quarter * 2);
+            for ((quant, low), high) in target.iter_mut().zip(low).zip(high) {
+                *quant = low >> low_shift & 15 | (high >> high_shift & 3) << 4;
+            }
         }
         for index in 0..16 {
             self.scales[index] = block.u8(192 + index) as i8;
@@ -195,6 +203,10 @@ impl<'a> Bytes<'a> {
 
     fn u32(self, index: usize) -> u32 {
         u32::from_le_bytes(std::array::from_fn(|byte| self.u8(index + byte)))
+    }
+
+    fn array<const N: usize>(self, start: usize) -> [u8; N] {
+        self.0.get(start..).and_then(|rest| rest.first_chunk().copied()).unwrap_or([0; N])
     }
 
     fn tail(self, start: usize) -> Bytes<'a> {

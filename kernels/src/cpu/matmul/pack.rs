@@ -101,25 +101,31 @@ fn pack_group(ggml_type: GgmlType, columns: usize, rows: &[u8], group: &mut [u8]
     }
 }
 
-/// Packs the quants of one row's block into the planes of its group.
+/// Packs the quants of one row's block into the planes of its group, four elements (the word of a vector) at a time.
 fn pack_quants(bits: usize, row: usize, source: &[u8; BLOCK], planes: &mut [u8]) {
-    for (k, &quant) in source.iter().enumerate() {
-        let (j, byte) = (k / 4, 4 * row + k % 4);
-        if bits == 8 {
-            planes[64 * j + byte] = quant;
-            continue;
-        }
-        if bits >= 4 {
-            planes[64 * (j % 4) + byte] |= (quant & 15) << (4 * (j / 4));
-        } else {
-            planes[64 * (j % 2) + byte] |= (quant & 3) << (2 * (j / 2));
-        }
-        match bits {
-            3 => planes[128 + byte] |= (quant >> 2) << j,
-            5 => planes[256 + byte] |= (quant >> 4) << j,
-            6 => planes[256 + 64 * (j % 2) + byte] |= (quant >> 4) << (2 * (j / 2)),
-            _ => {}
-        }
+    let mut words = [0_u32; BLOCK / 4];
+    for (word, bytes) in words.iter_mut().zip(source.as_chunks::<4>().0) {
+        *word = u32::from_le_bytes(*bytes);
+    }
+    // The field of `width` bits from bit `from` of each element, of the words `first, first + step, ...` side by side.
+    let gather = |first: usize, step: usize, from: usize, width: usize| {
+        let mask = ((1 << width) - 1) * 0x0101_0101;
+        let fields = words[first..].iter().step_by(step).enumerate();
+        fields.fold(0, |plane, (index, word)| plane | (word >> from & mask) << (width * index))
+    };
+    let mut put = |plane: usize, word: u32| {
+        planes[64 * plane + 4 * row..][..4].copy_from_slice(&word.to_le_bytes());
+    };
+    match bits {
+        8 => words.iter().enumerate().for_each(|(plane, word)| put(plane, *word)),
+        4..=6 => (0..4).for_each(|plane| put(plane, gather(plane, 4, 0, 4))),
+        _ => (0..2).for_each(|plane| put(plane, gather(plane, 2, 0, 2))),
+    }
+    match bits {
+        3 => put(2, gather(0, 1, 2, 1)),
+        5 => put(4, gather(0, 1, 4, 1)),
+        6 => (0..2).for_each(|plane| put(4 + plane, gather(plane, 2, 4, 2))),
+        _ => {}
     }
 }
 
