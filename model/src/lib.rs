@@ -1,7 +1,8 @@
 //! What a checkpoint says: its hyper-parameters, tensors, tokenizer and chat template.
 //!
 //! - [`checkpoint`]: opens a GGUF file or a safetensors folder behind one type; reads slices by position.
-//! - [`config`]: hyper-parameters in the words of `config.json`.
+//! - [`gguf`], [`safetensors`]: the formats. [`tensor_names`]: which tensors a decoder has and what they are called.
+//! - [`config`]: hyper-parameters in the words of `config.json`. [`rope`]: rotary frequencies under every scaling.
 //! - [`tokenizer`], [`chat_template`]: text to token ids and back, incrementally.
 //! - [`source`]: fetching a checkpoint (`hf://`, URLs). [`synth`]: random checkpoints of any shape.
 //!
