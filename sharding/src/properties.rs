@@ -101,8 +101,8 @@ fn is_replicated(role: TensorRole) -> bool {
 fn is_partition(ranges: &[Range<usize>], total: usize) -> bool {
     let ends = ranges.iter().map(|range| range.end);
     let starts = ranges.iter().map(|range| range.start);
-    starts.eq([0].into_iter().chain(ends.clone().take(ranges.len() - 1)))
-        && ends.last() == Some(total)
+    starts.eq([0].into_iter().chain(ends.take(ranges.len() - 1)))
+        && ranges.last().is_some_and(|range| range.end == total)
         && ranges.iter().all(|range| !range.is_empty())
 }
 

@@ -43,6 +43,14 @@ struct BlockRange {
     least: usize,
 }
 
+/// Why a cut does not fit.
+struct Overfull {
+    /// Of the rank that is fullest.
+    error: PlanError,
+    /// `(stage, rank within it, how much of its work it could keep)`.
+    ranks: Vec<(usize, usize, f64)>,
+}
+
 impl Problem<'_> {
     /// Cuts the model over `stages`, each a group of device indices.
     ///
@@ -60,9 +68,9 @@ impl Problem<'_> {
                     let is_bounded = |stage: usize, rank: usize| shares[stage][rank] < speeds[stage][rank];
                     return Ok(self.estimate(stages, plan, &is_bounded));
                 }
-                Err((error, overfull)) => {
-                    refused.get_or_insert(error);
-                    for (stage, rank, ratio) in overfull {
+                Err(overfull) => {
+                    refused.get_or_insert(overfull.error);
+                    for (stage, rank, ratio) in overfull.ranks {
                         shares[stage][rank] *= (ratio * 0.98).clamp(0.5, 0.98);
                     }
                 }
@@ -128,9 +136,8 @@ impl Problem<'_> {
         Ok(ReplicaPlan { stages: plans, num_kv_blocks: 0 })
     }
 
-    /// Fills in bytes and the number of KV blocks, or names the ranks that are too full: `(stage, rank, how much of
-    /// their work they could keep)`.
-    fn fit(&self, plan: &mut ReplicaPlan, blocks: BlockRange) -> Result<(), (PlanError, Vec<(usize, usize, f64)>)> {
+    /// Fills in bytes and the number of KV blocks.
+    fn fit(&self, plan: &mut ReplicaPlan, blocks: BlockRange) -> Result<(), Overfull> {
         let num_stages = plan.stages.len();
         let mut num_blocks = blocks.wanted;
         let mut overfull = Vec::new();
@@ -169,7 +176,7 @@ impl Problem<'_> {
             }
         }
         if let Some((_, error)) = worst {
-            return Err((error, overfull));
+            return Err(Overfull { error, ranks: overfull });
         }
         plan.num_kv_blocks = num_blocks;
         for stage in &mut plan.stages {

@@ -177,5 +177,5 @@ fn lcm(a: usize, b: usize) -> usize {
     while y != 0 {
         (x, y) = (y, x % y);
     }
-    if x == 0 { 0 } else { a / x * b }
+    a.checked_div(x).map_or(0, |factor| factor * b)
 }
