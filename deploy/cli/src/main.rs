@@ -13,7 +13,7 @@ mod signals;
 mod table;
 mod units;
 
-use std::process::ExitCode;
+use std::{io::Write, process::ExitCode};
 
 use clap::{Parser, Subcommand};
 
@@ -71,7 +71,8 @@ fn main() -> ExitCode {
                     line = format!("{line}: {cause}");
                 }
             }
-            eprintln!("error: {}", line.replace('\n', " "));
+            // Nobody may be left to read it.
+            let _ = writeln!(std::io::stderr(), "error: {}", line.replace('\n', " ").trim_end());
             ExitCode::from(if error.is::<UsageError>() { 2 } else { 1 })
         }
     }

@@ -28,8 +28,8 @@ pub fn shutdown_token(exit_on_stdin_close: bool) -> std::io::Result<Cancellation
         std::thread::spawn(move || {
             let mut buffer = [0; 64];
             while std::io::stdin().read(&mut buffer).is_ok_and(|count| count > 0) {}
-            tracing::info!("standard input closed, stopping");
             token.cancel();
+            tracing::info!("standard input closed, stopping");
         });
     }
     Ok(token)

@@ -1,0 +1,65 @@
+//! The binary as a process: exit codes, and that a child ends with its parent.
+
+use std::{
+    process::{Command, Output, Stdio},
+    time::{Duration, Instant},
+};
+
+fn lockstep(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_lockstep"));
+    command.args(arguments).stdin(Stdio::null());
+    command
+}
+
+fn output(arguments: &[&str]) -> Output {
+    lockstep(arguments).output().unwrap()
+}
+
+#[test]
+fn exit_codes_tell_usage_from_failure() {
+    assert_eq!(output(&["--help"]).status.code(), Some(0));
+    assert_eq!(output(&["no-such-command"]).status.code(), Some(2));
+    assert_eq!(output(&["plan", "--shape", "tiny", "--devices", "2*abacus"]).status.code(), Some(2));
+    assert_eq!(output(&["plan", "--shape", "tiny", "--devices", "2*cpu"]).status.code(), Some(0));
+    let refused = output(&["plan", "--shape", "llama-70b", "--devices", "cpu"]);
+    assert_eq!(refused.status.code(), Some(1));
+    let error = String::from_utf8(refused.stderr).unwrap();
+    assert!(error.starts_with("error: ") && error.trim_end().lines().count() == 1, "{error}");
+}
+
+#[test]
+fn an_unknown_setting_stops_the_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("lockstep.toml");
+    std::fs::write(&path, "[worker]\nnum_device = 2\n").unwrap();
+    let refused = output(&["worker", "--config", path.to_str().unwrap()]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(String::from_utf8(refused.stderr).unwrap().contains("num_device"));
+}
+
+/// As after `kill -9` of `up`: the log has no reader any more when standard input closes.
+#[test]
+fn a_server_ends_when_its_parent_is_gone() {
+    let listen = ["coordinator", "--grpc-listen=127.0.0.1:0", "--http-listen=127.0.0.1:0", "--exit-on-stdin-close"];
+    let folder = tempfile::tempdir().unwrap();
+    let ready = folder.path().join("ready.json");
+    let mut child = lockstep(&listen)
+        .arg(format!("--ready-file={}", ready.display()))
+        .stdin(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let start = Instant::now();
+    let wait = |what: &str| {
+        assert!(start.elapsed() < Duration::from_secs(20), "{what}");
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    while !ready.exists() {
+        wait("it does not listen");
+    }
+    drop(child.stderr.take());
+    drop(child.stdin.take());
+    while child.try_wait().unwrap().is_none() {
+        wait("it goes on without its parent");
+    }
+}
