@@ -19,6 +19,7 @@ pub mod gguf;
 pub mod positioned_file;
 pub mod rope;
 pub mod safetensors;
+pub mod source;
 pub mod synth;
 pub mod tensor_names;
 mod text_source;

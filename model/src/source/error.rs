@@ -1,0 +1,88 @@
+//! Why a fetch failed.
+
+use std::path::{Path, PathBuf};
+
+/// A source that cannot be fetched, by its name or by the file that is concerned.
+#[derive(Debug, thiserror::Error)]
+pub enum FetchError {
+    /// The source is not written as one.
+    #[error("{source_name}: {problem}")]
+    InvalidSource {
+        /// As it was given.
+        source_name: String,
+        /// What is wrong.
+        problem: String,
+    },
+    /// Another process fetches to the same place.
+    #[error("{path}: another process is fetching this file")]
+    Locked {
+        /// Lock file.
+        path: PathBuf,
+    },
+    /// The disk refuses, for example because it is full.
+    #[error("{path}: cannot {what}: {source}")]
+    Io {
+        /// File.
+        path: PathBuf,
+        /// What was to be done.
+        what: &'static str,
+        /// Cause.
+        source: std::io::Error,
+    },
+    /// No client can be set up.
+    #[error("http client: {0}")]
+    Client(#[source] reqwest::Error),
+    /// The server refuses.
+    #[error("{url}: status {status}{hint}")]
+    Status {
+        /// Without the query, which may hold a signature.
+        url: String,
+        /// HTTP status.
+        status: u16,
+        /// What may help, or nothing.
+        hint: &'static str,
+    },
+    /// The server's answer makes no sense.
+    #[error("{url}: {problem}")]
+    Response {
+        /// Without the query, which may hold a signature.
+        url: String,
+        /// What is wrong, expected and got.
+        problem: String,
+    },
+    /// The connection broke or stalled.
+    #[error("{url}: connection: {source}")]
+    Connection {
+        /// Without the query, which may hold a signature.
+        url: String,
+        /// Cause.
+        source: reqwest::Error,
+    },
+    /// It failed too often in a row.
+    #[error("gave up after {attempts} attempts without progress: {last}")]
+    GaveUp {
+        /// Attempts since the last byte won.
+        attempts: u32,
+        /// Why the last of them failed.
+        #[source]
+        last: Box<FetchError>,
+    },
+    /// The file is another than expected.
+    #[error("{path}: sha256 is {got}, expected {expected}")]
+    Hash {
+        /// File.
+        path: PathBuf,
+        /// Hexadecimal.
+        expected: String,
+        /// Hexadecimal.
+        got: String,
+    },
+}
+
+impl FetchError {
+    /// For `map_err` on file operations.
+    pub(super) fn io(path: &Path, what: &'static str) -> impl FnOnce(std::io::Error) -> Self {
+        let path = path.to_owned();
+        move |source| Self::Io { path, what, source }
+    }
+}

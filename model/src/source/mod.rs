@@ -1,0 +1,144 @@
+//! Fetching a checkpoint: `hf://org/repo/file[@revision]` and plain http(s) URLs to a local file.
+//!
+//! For: `lockstep pull`. [`fetch`] resumes what an earlier run left, retries broken connections, checks the SHA-256 and
+//! puts the file in place at once, so that a file under its final name is always whole.
+//! Invariants: memory does not depend on the file's size; no wait is without a time-out; a token is sent to the
+//! endpoint that it belongs to and to no host that this one redirects to.
+//! Not here: the environment (its values come in [`FetchOptions`]), the progress bar, what is in the file.
+
+mod error;
+mod location;
+mod partial;
+mod transfer;
+
+use std::{
+    fs::File,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+pub use self::error::FetchError;
+use self::{location::Location, partial::Partial, transfer::Transfer};
+
+/// How to fetch.
+#[derive(Clone)]
+pub struct FetchOptions {
+    /// Where `hf://` leads; the value of `HF_ENDPOINT` if that is set.
+    pub hf_endpoint: String,
+    /// Bearer token for `hf_endpoint`; the value of `HF_TOKEN`.
+    pub hf_token: Option<String>,
+    /// SHA-256 that the file must have, in hexadecimal. Without it the one that Hugging Face declares is checked.
+    pub sha256: Option<String>,
+    /// Longest wait for a connection.
+    pub connect_timeout: Duration,
+    /// Longest wait for the next bytes.
+    pub stall_timeout: Duration,
+    /// Failures in a row, without a byte won, after which it gives up.
+    pub max_retries: u32,
+    /// Wait before the first retry; doubles with each, up to 30 s.
+    pub backoff: Duration,
+}
+
+impl Default for FetchOptions {
+    fn default() -> Self {
+        Self {
+            hf_endpoint: "https://huggingface.co".to_owned(),
+            hf_token: None,
+            sha256: None,
+            connect_timeout: Duration::from_secs(15),
+            stall_timeout: Duration::from_secs(30),
+            max_retries: 6,
+            backoff: Duration::from_millis(500),
+        }
+    }
+}
+
+/// How far a fetch is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// Bytes on disk, those of earlier runs included.
+    pub bytes: u64,
+    /// Bytes of the whole file, where the server says.
+    pub total_bytes: Option<u64>,
+}
+
+/// A file that is whole and in its place.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fetched {
+    /// Where.
+    pub path: PathBuf,
+    /// Size.
+    pub num_bytes: u64,
+    /// SHA-256 in hexadecimal; none where the file was there before and nobody asked.
+    pub sha256: Option<String>,
+    /// Whether it was there before and nothing was fetched.
+    pub was_present: bool,
+}
+
+/// Fetches `source` to `destination`: a file, or a folder that exists (then under the source's own file name). A file
+/// that is there already is kept, if it has the SHA-256 that was asked for.
+///
+/// What has come so far lies in `<file>.partial` beside it, also after an error.
+///
+/// # Errors
+/// [`FetchError`], which names the source or the file.
+pub async fn fetch(
+    source: &str,
+    destination: &Path,
+    options: &FetchOptions,
+    progress: &mut (dyn FnMut(Progress) + Send),
+) -> Result<Fetched, FetchError> {
+    let location = Location::parse(source, &options.hf_endpoint)?;
+    let wanted = options.sha256.as_deref().map(|hash| location::parse_sha256(source, hash)).transpose()?;
+    let path = if destination.is_dir() { destination.join(&location.file_name) } else { destination.to_owned() };
+    let _lock = lock(&path)?;
+    if let Some(present) = check_present(&path, wanted.as_deref()).await? {
+        return Ok(present);
+    }
+
+    let partial = Partial::open(&path, location.url.as_str()).await?;
+    let mut transfer = Transfer::new(&location, options, partial, wanted)?;
+    transfer.run(progress).await?;
+    let (partial, wanted) = transfer.into_parts();
+    let (num_bytes, sha256) = partial.finish(wanted.as_deref()).await?;
+    Ok(Fetched { path, num_bytes, sha256: Some(sha256), was_present: false })
+}
+
+/// Keeps a second fetch of the same file out. The lock is the system's and ends with the process; the empty file stays,
+/// since removing it would let two processes hold locks on two files of that name.
+fn lock(path: &Path) -> Result<File, FetchError> {
+    let lock_path = with_suffix(path, ".lock");
+    let file = File::options().create(true).truncate(false).write(true).open(&lock_path);
+    let file = file.map_err(FetchError::io(&lock_path, "create the lock file"))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(std::fs::TryLockError::WouldBlock) => Err(FetchError::Locked { path: lock_path }),
+        Err(std::fs::TryLockError::Error(error)) => Err(FetchError::io(&lock_path, "lock")(error)),
+    }
+}
+
+async fn check_present(path: &Path, wanted: Option<&str>) -> Result<Option<Fetched>, FetchError> {
+    let num_bytes = match std::fs::metadata(path) {
+        Ok(metadata) if metadata.is_file() => metadata.len(),
+        Ok(_) => return Err(FetchError::io(path, "replace")(std::io::ErrorKind::IsADirectory.into())),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(FetchError::io(path, "look for the file")(error)),
+    };
+    let mut sha256 = None;
+    if let Some(wanted) = wanted {
+        let (hasher, _) = partial::hash_file(path).await?;
+        let got = partial::hexadecimal(hasher);
+        if got != wanted {
+            return Err(FetchError::Hash { path: path.to_owned(), expected: wanted.to_owned(), got });
+        }
+        sha256 = Some(got);
+    }
+    Ok(Some(Fetched { path: path.to_owned(), num_bytes, sha256, was_present: true }))
+}
+
+/// The path with something after its file name.
+fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(suffix);
+    name.into()
+}
