@@ -42,7 +42,24 @@ pub fn topology<'a>(
             });
         }
     }
+    equalize(&mut devices);
     Topology { devices, intra_host: INTRA_HOST, inter_host: INTER_HOST }
+}
+
+/// Gives devices of one kind on one host the best rates that any of them measured. Workers of a host measure while the
+/// others start, so their differences are noise; a plan that followed it would give one of two equal devices most heads.
+fn equalize(devices: &mut [DeviceSpec]) {
+    let mut best: BTreeMap<(String, String), (f64, f64)> = BTreeMap::new();
+    for device in devices.iter() {
+        let rates = best.entry((device.host.clone(), device.name.clone())).or_insert((0.0, 0.0));
+        rates.0 = rates.0.max(device.memory_bytes_per_second);
+        rates.1 = rates.1.max(device.operations_per_second);
+    }
+    for device in devices {
+        if let Some(rates) = best.get(&(device.host.clone(), device.name.clone())) {
+            (device.memory_bytes_per_second, device.operations_per_second) = *rates;
+        }
+    }
 }
 
 fn held_bytes(replicas: &[&Replica]) -> BTreeMap<(String, usize), u64> {
@@ -94,4 +111,28 @@ pub fn rank_addresses(
     let mut ranks: Vec<_> = plan.stages.iter().flat_map(|stage| &stage.ranks).collect();
     ranks.sort_by_key(|rank| rank.rank);
     ranks.iter().map(|rank| workers.get(&rank.worker_id).map(|record| record.hello.rank_address.clone())).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_devices_of_a_host_get_equal_rates() {
+        let device = |host: &str, name: &str, rate: f64| DeviceSpec {
+            worker_id: String::from("w"),
+            local_rank: 0,
+            host: String::from(host),
+            name: String::from(name),
+            memory_bytes: 1,
+            memory_bytes_per_second: rate,
+            operations_per_second: rate * 2.0,
+        };
+        let mut devices =
+            [device("a", "cpu", 1.0), device("a", "cpu", 9.0), device("a", "gpu", 50.0), device("b", "cpu", 3.0)];
+        equalize(&mut devices);
+        let rates: Vec<_> =
+            devices.iter().map(|device| (device.memory_bytes_per_second, device.operations_per_second)).collect();
+        assert_eq!(rates, [(9.0, 18.0), (9.0, 18.0), (50.0, 100.0), (3.0, 6.0)]);
+    }
 }

@@ -52,6 +52,7 @@ enum Command {
     Bench(commands::bench::Args),
     Plan(commands::plan::Args),
     Synth(commands::synth::Args),
+    Pull(commands::pull::Args),
 }
 
 /// The command line cannot be carried out as it was given.
@@ -90,6 +91,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Bench(args) => runtime.block_on(commands::bench::run(args)),
         Command::Plan(args) => commands::plan::run(&args),
         Command::Synth(args) => commands::synth::run(&args),
+        Command::Pull(args) => runtime.block_on(commands::pull::run(args)),
     };
     // A reader that blocks on standard input must not hold the process back.
     runtime.shutdown_background();

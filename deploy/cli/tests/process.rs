@@ -1,5 +1,7 @@
 //! The binary as a process: exit codes, and that a child ends with its parent.
 
+#![allow(clippy::expect_used, reason = "a helper of tests")]
+
 use std::{
     process::{Command, Output, Stdio},
     time::{Duration, Instant},
@@ -12,7 +14,7 @@ fn lockstep(arguments: &[&str]) -> Command {
 }
 
 fn output(arguments: &[&str]) -> Output {
-    lockstep(arguments).output().unwrap()
+    lockstep(arguments).output().expect("the binary was built for this test")
 }
 
 #[test]

@@ -4,6 +4,7 @@ pub mod bench;
 pub mod coordinator;
 pub mod generate;
 pub mod plan;
+pub mod pull;
 pub mod status;
 pub mod synth;
 pub mod up;
