@@ -1,5 +1,7 @@
 //! Fetching from a server on the loopback that breaks in every way in which servers do.
 
+#![allow(clippy::expect_used, reason = "tests")]
+
 use std::{
     path::Path,
     sync::{Arc, Mutex},

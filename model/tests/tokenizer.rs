@@ -3,6 +3,8 @@
 //! `fixtures/bpe_llama_cpp.json` holds texts and the ids that llama.cpp gives them with this vocabulary under each
 //! pre-tokenizer (for all but `smollm` a file was written that differs in `tokenizer.ggml.pre` alone).
 
+#![allow(clippy::expect_used, reason = "tests")]
+
 use std::path::PathBuf;
 
 use lockstep_model::{

@@ -217,8 +217,8 @@ fn find_eos_tokens(source: &GgufVocabulary, vocabulary: &mut CheckedVocabulary) 
     for text in END_TEXTS {
         let Some(&id) = vocabulary.ids.get(text) else { continue };
         let token_type = &mut vocabulary.token_types[id as usize];
-        // Strike-through markup is an ordinary word of some byte-level vocabularies.
-        if text != "</s>" || *token_type != TokenType::Normal {
+        // Where it is no control token it is markup for strike-through, which a model may well write.
+        if text != "</s>" || *token_type == TokenType::Control {
             *token_type = TokenType::Control;
             eos.push(id);
         }
