@@ -39,7 +39,7 @@ const SECRET_BYTES: usize = 32;
 
 /// What a task of the reconciler came to.
 enum Event {
-    Described { model: String, outcome: Result<ModelDescription, String> },
+    Described { model: String, outcome: Result<Arc<ModelDescription>, String> },
     Planned { model: String, outcome: Result<ShardPlan, PlanError> },
     Loaded { replica: Arc<Replica>, outcome: Result<(), String> },
     Unloaded { model: String },
@@ -282,7 +282,7 @@ impl Reconciler {
             Event::Described { model, outcome } => self.note(&model, |model| {
                 model.is_busy = false;
                 match outcome {
-                    Ok(description) => model.description = Some(Arc::new(description)),
+                    Ok(description) => model.description = Some(description),
                     Err(problem) => model.note_failure(problem, now),
                 }
             }),

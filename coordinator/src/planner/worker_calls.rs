@@ -36,7 +36,7 @@ pub fn client(address: &str) -> Result<WorkerClient<Channel>, String> {
 }
 
 /// Asks a worker what a checkpoint says, and builds the text side of it.
-pub async fn describe(mut worker: WorkerClient<Channel>, source: String) -> Result<ModelDescription, String> {
+pub async fn describe(mut worker: WorkerClient<Channel>, source: String) -> Result<Arc<ModelDescription>, String> {
     let call = worker.describe_model(v1::DescribeModelRequest { source });
     let description = match tokio::time::timeout(DESCRIBE_TIMEOUT, call).await {
         Err(_) => return Err(format!("the worker did not describe the model within {} s", DESCRIBE_TIMEOUT.as_secs())),
@@ -46,7 +46,7 @@ pub async fn describe(mut worker: WorkerClient<Channel>, source: String) -> Resu
     built.map_err(|error| format!("reading the model's description failed: {error}"))?
 }
 
-fn build_description(description: v1::DescribeModelResponse) -> Result<ModelDescription, String> {
+fn build_description(description: v1::DescribeModelResponse) -> Result<Arc<ModelDescription>, String> {
     let shape = lockstep_sharding::codec::decode_shape(&description.shape).map_err(|error| error.to_string())?;
     let config = TokenizerConfig {
         bos_token_id: description.bos_token_id,
@@ -62,7 +62,7 @@ fn build_description(description: v1::DescribeModelResponse) -> Result<ModelDesc
         let eos = text_of_token(description.eos_token_ids.first().copied());
         Some(ChatTemplate::new(&description.chat_template, &bos, &eos).map_err(|error| error.to_string())?)
     };
-    Ok(ModelDescription { shape, tokenizer, chat_template, eos_token_ids: description.eos_token_ids })
+    Ok(Arc::new(ModelDescription { shape, tokenizer, chat_template, eos_token_ids: description.eos_token_ids }))
 }
 
 /// Loads every part of a replica in parallel; adds its progress to the replica. The first failure is the outcome.

@@ -1,0 +1,142 @@
+//! Admin, health, reflection and HTTP.
+
+use std::sync::atomic::Ordering;
+
+use lockstep_proto::v1;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tonic::Code;
+use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
+
+use crate::stub::{BAD_SOURCE, Coordinator, StubWorker, cluster, config, request};
+
+async fn get(coordinator: &Coordinator, path: &str) -> String {
+    let mut stream = tokio::net::TcpStream::connect(coordinator.http).await.unwrap();
+    let head = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
+    stream.write_all(head.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.unwrap();
+    answer
+}
+
+async fn load(
+    coordinator: &Coordinator,
+    name: &str,
+    source: &str,
+    policy: &str,
+) -> Result<Vec<v1::LoadModelProgress>, tonic::Status> {
+    let request = v1::LoadModelRequest { name: name.into(), source: source.into(), policy: policy.into() };
+    let mut stream = coordinator.admin().await.load_model(request).await?.into_inner();
+    let mut progress = Vec::new();
+    while let Some(message) = stream.message().await? {
+        progress.push(message);
+    }
+    Ok(progress)
+}
+
+#[tokio::test]
+async fn loads_and_unloads_models() {
+    let mut settings = config("tensor=1", 1);
+    settings.model = None;
+    let coordinator = Coordinator::start(settings).await;
+    let worker = StubWorker::start("w0", coordinator.grpc).await;
+    assert!(get(&coordinator, "/readyz").await.contains("no model is loaded"));
+
+    let progress = load(&coordinator, "", "/models/some.gguf", "").await.unwrap();
+    let last = progress.last().unwrap();
+    assert!(last.ready && last.loaded_bytes == 100 && last.total_bytes == 100, "{progress:?}");
+    let wanted = v1::GenerateRequest { model: "some.gguf".into(), ..request(1) };
+    coordinator.inference().await.generate(wanted).await.unwrap();
+
+    let plan =
+        coordinator.admin().await.get_plan(v1::GetPlanRequest { model: String::new() }).await.unwrap().into_inner();
+    assert!(plan.plan_epoch > 0 && plan.plan_json.contains("\"replicas\""), "{plan:?}");
+
+    let mut admin = coordinator.admin().await;
+    admin.unload_model(v1::UnloadModelRequest { name: "some.gguf".into() }).await.unwrap();
+    assert_eq!(worker.state.num_unloaded.load(Ordering::SeqCst), 1);
+    let status = admin.unload_model(v1::UnloadModelRequest { name: "some.gguf".into() }).await.unwrap_err();
+    assert_eq!(status.code(), Code::NotFound);
+}
+
+#[tokio::test]
+async fn orders_that_cannot_be_carried_out_are_refused() {
+    let (coordinator, _workers) = cluster(1, config("tensor=1", 1)).await;
+    let cases = [
+        (load(&coordinator, "x", "", "").await, Code::InvalidArgument, "source: is empty"),
+        (load(&coordinator, "x", "/m.gguf", "tensor=zero").await, Code::InvalidArgument, "policy: "),
+        (load(&coordinator, "x", BAD_SOURCE, "").await, Code::FailedPrecondition, "no such file"),
+        (load(&coordinator, "x", "/m.gguf", "tensor=9").await, Code::FailedPrecondition, "9"),
+        (load(&coordinator, "stub-model", "/m.gguf", "").await, Code::AlreadyExists, "stub-model"),
+    ];
+    for (outcome, code, text) in cases {
+        let status = outcome.unwrap_err();
+        assert_eq!(status.code(), code, "{status:?}");
+        assert!(status.message().contains(text), "got {:?}, expected {text:?}", status.message());
+    }
+    // What failed is forgotten.
+    let cluster = coordinator.admin().await.get_cluster(v1::GetClusterRequest {}).await.unwrap().into_inner();
+    assert_eq!(cluster.models.len(), 1);
+    let drain = v1::DrainWorkerRequest { worker_id: "nobody".into() };
+    assert_eq!(coordinator.admin().await.drain_worker(drain).await.unwrap_err().code(), Code::NotFound);
+}
+
+#[tokio::test]
+async fn drained_worker_is_left_for_another() {
+    let (coordinator, _workers) = cluster(1, config("tensor=1", 1)).await;
+    let spare = StubWorker::start("w1", coordinator.grpc).await;
+    let mut admin = coordinator.admin().await;
+    admin.drain_worker(v1::DrainWorkerRequest { worker_id: "w0".into() }).await.unwrap();
+    for _ in 0..250 {
+        if !spare.state.loads.lock().unwrap().is_empty() {
+            break;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+    coordinator.wait_ready(true).await;
+    let cluster = admin.get_cluster(v1::GetClusterRequest {}).await.unwrap().into_inner();
+    assert_eq!(cluster.models[0].replicas[0].ranks[0].worker_id, "w1", "{cluster:?}");
+}
+
+#[tokio::test]
+async fn status_shows_ranks_and_engine() {
+    let (coordinator, _workers) = cluster(2, config("tensor=2", 2)).await;
+    tokio::time::sleep(std::time::Duration::from_millis(200)).await;
+    let cluster = coordinator.admin().await.get_cluster(v1::GetClusterRequest {}).await.unwrap().into_inner();
+    assert_eq!(cluster.workers.len(), 2);
+    let replica = &cluster.models[0].replicas[0];
+    assert_eq!(replica.state(), v1::ReplicaState::Ready);
+    assert_eq!(replica.ranks.len(), 2);
+    assert_eq!(replica.engine.unwrap().num_free_kv_blocks, 12);
+}
+
+#[tokio::test]
+async fn health_and_http_follow_the_model() {
+    let coordinator = Coordinator::start(config("tensor=1", 1)).await;
+    let channel = tonic::transport::Channel::from_shared(format!("http://{}", coordinator.grpc)).unwrap();
+    let mut health = HealthClient::new(channel.connect().await.unwrap());
+    let inference = || HealthCheckRequest { service: "lockstep.v1.Inference".into() };
+    let status = health.check(inference()).await.unwrap().into_inner().status();
+    assert_eq!(status, ServingStatus::NotServing);
+    let answer = get(&coordinator, "/readyz").await;
+    assert!(answer.starts_with("HTTP/1.1 503") && answer.contains("waits for workers: 0 of 1"), "{answer}");
+    assert!(get(&coordinator, "/healthz").await.starts_with("HTTP/1.1 200"));
+
+    let _worker = StubWorker::start("w0", coordinator.grpc).await;
+    coordinator.wait_ready(true).await;
+    let status = health.check(inference()).await.unwrap().into_inner().status();
+    assert_eq!(status, ServingStatus::Serving);
+    assert!(get(&coordinator, "/readyz").await.starts_with("HTTP/1.1 200"));
+    assert!(get(&coordinator, "/v1/models").await.contains("\"id\":\"stub-model\""));
+
+    let stream = coordinator.inference().await.generate(request(3)).await.unwrap();
+    crate::stub::collect(stream.into_inner()).await.unwrap();
+    let metrics = get(&coordinator, "/metrics").await;
+    for line in [
+        "lockstep_coordinator_requests_total{outcome=\"length\"} 1",
+        "lockstep_coordinator_completion_tokens_total 3",
+        "lockstep_coordinator_time_to_first_token_seconds_count 1",
+        "lockstep_coordinator_inter_token_seconds_count 2",
+    ] {
+        assert!(metrics.contains(line), "{line} is not in {metrics}");
+    }
+}

@@ -1,0 +1,141 @@
+//! Leases, lost workers, new plans, and the end of the coordinator.
+
+use std::time::{Duration, Instant};
+
+use lockstep_proto::{status::Class, v1};
+use tonic::Code;
+
+use crate::stub::{Coordinator, StubWorker, cluster, collect, config, request};
+
+/// A slow stream that has brought its first token.
+async fn running_stream(coordinator: &Coordinator) -> tonic::Streaming<v1::GenerateResponse> {
+    let mut stream = coordinator.inference().await.generate(request(400)).await.unwrap().into_inner();
+    stream.message().await.unwrap().unwrap();
+    stream
+}
+
+fn slow_down(workers: &[StubWorker]) {
+    for worker in workers {
+        *worker.state.token_delay.lock().unwrap() = Duration::from_millis(20);
+    }
+}
+
+async fn cluster_status(coordinator: &Coordinator) -> v1::GetClusterResponse {
+    coordinator.admin().await.get_cluster(v1::GetClusterRequest {}).await.unwrap().into_inner()
+}
+
+#[tokio::test]
+async fn dead_worker_ends_streams_with_a_reason_and_a_new_one_is_planned_for() {
+    let (coordinator, mut workers) = cluster(2, config("tensor=2", 2)).await;
+    slow_down(&workers);
+    let first_epoch = cluster_status(&coordinator).await.models[0].plan_epoch;
+    let stream = running_stream(&coordinator).await;
+    let begin = Instant::now();
+    // Not the leader: the stream's own connection stays whole, only the registry knows.
+    drop(workers.pop());
+    let status = collect(stream).await.unwrap_err();
+    assert!(begin.elapsed() < Duration::from_secs(2), "{:?}", begin.elapsed());
+    assert_eq!((status.code(), Class::of(&status)), (Code::Unavailable, Class::WorkerLost), "{status:?}");
+    assert!(status.message().contains("worker w1 was lost"), "{status:?}");
+
+    coordinator.wait_ready(false).await;
+    let refused = coordinator.inference().await.generate(request(1)).await.unwrap_err();
+    assert_eq!((refused.code(), Class::of(&refused)), (Code::FailedPrecondition, Class::NotReady));
+    assert!(refused.message().contains("1 of 2"), "{refused:?}");
+
+    workers.push(StubWorker::start("w2", coordinator.grpc).await);
+    coordinator.wait_ready(true).await;
+    let model = cluster_status(&coordinator).await.models.remove(0);
+    assert!(model.plan_epoch > first_epoch && model.problem.is_empty(), "{model:?}");
+    assert!(workers[0].state.num_unloaded.load(std::sync::atomic::Ordering::SeqCst) >= 1);
+    *workers[0].state.token_delay.lock().unwrap() = Duration::ZERO;
+    let stream = coordinator.inference().await.generate(request(3)).await.unwrap();
+    assert_eq!(collect(stream.into_inner()).await.unwrap().text, "hel");
+}
+
+#[tokio::test]
+async fn silent_worker_loses_its_lease() {
+    let (coordinator, workers) = cluster(1, config("tensor=1", 1)).await;
+    slow_down(&workers);
+    let stream = running_stream(&coordinator).await;
+    let begin = Instant::now();
+    *workers[0].state.is_beating.lock().unwrap() = false;
+    let status = collect(stream).await.unwrap_err();
+    assert!(begin.elapsed() < Duration::from_secs(2), "{:?}", begin.elapsed());
+    assert_eq!(status.code(), Code::Unavailable, "{status:?}");
+    assert!(cluster_status(&coordinator).await.workers.is_empty());
+}
+
+#[tokio::test]
+async fn reported_problem_breaks_the_replica_and_it_is_loaded_again() {
+    let (coordinator, workers) = cluster(1, config("tensor=1", 1)).await;
+    slow_down(&workers);
+    let stream = running_stream(&coordinator).await;
+    *workers[0].state.problem.lock().unwrap() = "rank 1: connection reset".into();
+    let status = collect(stream).await.unwrap_err();
+    assert_eq!(status.code(), Code::Unavailable, "{status:?}");
+    assert!(status.message().contains("rank 1: connection reset"), "{status:?}");
+    *workers[0].state.problem.lock().unwrap() = String::new();
+    coordinator.wait_ready(true).await;
+    let epochs: Vec<u64> = workers[0].state.loads.lock().unwrap().iter().map(|load| load.plan_epoch).collect();
+    assert!(epochs.len() >= 2 && epochs.is_sorted_by(|one, next| one < next), "{epochs:?}");
+}
+
+#[tokio::test]
+async fn second_worker_with_a_live_id_is_refused() {
+    let (coordinator, _workers) = cluster(1, config("tensor=1", 1)).await;
+    let second = StubWorker::start("w0", coordinator.grpc).await;
+    let status = second.registration.await.unwrap();
+    assert_eq!(status.code(), Code::AlreadyExists, "{status:?}");
+    assert!(status.message().contains("\"w0\""), "{status:?}");
+    assert_eq!(cluster_status(&coordinator).await.workers.len(), 1);
+}
+
+#[tokio::test]
+async fn load_goes_to_the_idle_replica() {
+    let (coordinator, workers) = cluster(2, config("tensor=1,replicas=2", 2)).await;
+    slow_down(&workers);
+    let mut client = coordinator.inference().await;
+    let _streams = (client.generate(request(400)).await.unwrap(), client.generate(request(400)).await.unwrap());
+    let running: Vec<usize> =
+        workers.iter().map(|w| w.state.num_running.load(std::sync::atomic::Ordering::SeqCst)).collect();
+    assert_eq!(running, [1, 1]);
+}
+
+#[tokio::test]
+async fn shutdown_drains_what_runs_and_admits_nothing() {
+    let (coordinator, workers) = cluster(1, config("tensor=1", 1)).await;
+    *workers[0].state.token_delay.lock().unwrap() = Duration::from_millis(10);
+    let mut client = coordinator.inference().await;
+    let stream = client.generate(request(50)).await.unwrap().into_inner();
+    coordinator.shutdown.cancel();
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    let refused = client.generate(request(1)).await.unwrap_err();
+    assert_eq!((refused.code(), Class::of(&refused)), (Code::Unavailable, Class::ShuttingDown), "{refused:?}");
+    let got = collect(stream).await.unwrap();
+    assert_eq!(got.token_ids.len(), 50);
+    assert!(got.finish.is_some());
+    drop(client);
+    tokio::time::timeout(Duration::from_secs(3), coordinator.ended).await.unwrap().unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn drain_ends_at_its_limit() {
+    let mut settings = config("tensor=1", 1);
+    settings.drain_timeout = Duration::from_millis(300);
+    let (coordinator, workers) = cluster(1, settings).await;
+    slow_down(&workers);
+    let stream = running_stream(&coordinator).await;
+    coordinator.shutdown.cancel();
+    let status = collect(stream).await.unwrap_err();
+    assert_eq!(status.code(), Code::Unavailable, "{status:?}");
+    tokio::time::timeout(Duration::from_secs(3), coordinator.ended).await.unwrap().unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn port_in_use_is_said() {
+    let coordinator = Coordinator::start(config("tensor=1", 1)).await;
+    let settings = lockstep_coordinator::CoordinatorConfig { grpc_listen: coordinator.grpc, ..config("tensor=1", 1) };
+    let error = lockstep_coordinator::run(settings, Default::default(), |_, _| {}).await.unwrap_err();
+    assert!(error.to_string().contains(&coordinator.grpc.to_string()), "{error}");
+}

@@ -1,0 +1,10 @@
+//! The coordinator's front against stub workers: real sockets, the real protocol, no computation.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
+
+#[path = "../stub/mod.rs"]
+mod stub;
+
+mod admin;
+mod generate;
+mod liveness;

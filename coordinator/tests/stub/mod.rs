@@ -1,0 +1,444 @@
+//! A coordinator in this process and stub workers that speak the real protocol over loopback but compute nothing: they
+//! answer every sequence with the bytes of a script. Tokens are bytes, so ids and text are the same thing.
+//! For: the front's tests and the bench of the added time to first token.
+
+#![allow(dead_code, reason = "each user needs a part of it")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test harness fails by panicking")]
+
+use std::{
+    net::SocketAddr,
+    pin::Pin,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use futures::Stream;
+use lockstep_coordinator::{CoordinatorConfig, CoordinatorError, ModelSpec};
+use lockstep_proto::v1::{self, worker_report::Report, worker_server::Worker};
+use lockstep_sharding::{ModelShape, PlanOptions};
+use serde_json::json;
+use tokio::{
+    net::TcpListener,
+    sync::{mpsc, oneshot},
+    task::JoinHandle,
+};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::{CancellationToken, DropGuard};
+use tonic::{
+    Request, Response, Status,
+    transport::{Channel, Server, server::TcpIncoming},
+};
+
+/// Context of the stub's model, tokens.
+pub const MAX_TOKENS: usize = 512;
+/// Model name in the tests.
+pub const MODEL: &str = "stub-model";
+/// A source that the stub cannot describe.
+pub const BAD_SOURCE: &str = "/models/none.gguf";
+
+/// How a stub worker behaves; shared with the test.
+pub struct StubState {
+    /// Text that its sequences spell, over and over.
+    pub script: Mutex<String>,
+    /// Pause before each token.
+    pub token_delay: Mutex<Duration>,
+    /// Why its replica part is broken, for the next heartbeat.
+    pub problem: Mutex<String>,
+    /// Heartbeats are sent.
+    pub is_beating: Mutex<bool>,
+    /// Sequences dropped by the coordinator before they were finished.
+    pub num_cancelled: AtomicUsize,
+    /// Sequences now running.
+    pub num_running: AtomicUsize,
+    /// Calls of UnloadReplica.
+    pub num_unloaded: AtomicUsize,
+    /// Requests of LoadReplica.
+    pub loads: Mutex<Vec<v1::LoadReplicaRequest>>,
+    /// The last request of RunSequence.
+    pub last_sequence: Mutex<Option<v1::RunSequenceRequest>>,
+}
+
+impl Default for StubState {
+    fn default() -> Self {
+        Self {
+            script: Mutex::new("hello world ".into()),
+            token_delay: Mutex::default(),
+            problem: Mutex::default(),
+            is_beating: Mutex::new(true),
+            num_cancelled: AtomicUsize::default(),
+            num_running: AtomicUsize::default(),
+            num_unloaded: AtomicUsize::default(),
+            loads: Mutex::default(),
+            last_sequence: Mutex::default(),
+        }
+    }
+}
+
+#[derive(Clone)]
+struct StubService(Arc<StubState>);
+
+type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl Worker for StubService {
+    type LoadReplicaStream = Events<v1::LoadReplicaProgress>;
+    type RunSequenceStream = ReceiverStream<Result<v1::SequenceEvent, Status>>;
+
+    async fn describe_model(
+        &self,
+        request: Request<v1::DescribeModelRequest>,
+    ) -> Result<Response<v1::DescribeModelResponse>, Status> {
+        if request.into_inner().source == BAD_SOURCE {
+            return Err(lockstep_proto::status::Class::InvalidRequest.status("no such file"));
+        }
+        Ok(Response::new(v1::DescribeModelResponse {
+            shape: lockstep_sharding::encode_shape(&shape()).unwrap(),
+            tokenizer_json: tokenizer_json(),
+            chat_template: "{% for message in messages %}{% if message.role == 'robot' %}{{ raise_exception('role robot is unknown') }}{% endif %}{{ message.role }}:{{ message.content }};{% endfor %}".into(),
+            bos_token_id: None,
+            add_bos_token: false,
+            eos_token_ids: vec![0],
+        }))
+    }
+
+    async fn load_replica(
+        &self,
+        request: Request<v1::LoadReplicaRequest>,
+    ) -> Result<Response<Self::LoadReplicaStream>, Status> {
+        self.0.loads.lock().unwrap().push(request.into_inner());
+        let steps = [(50, false), (100, true)];
+        let messages =
+            steps.map(|(loaded_bytes, ready)| Ok(v1::LoadReplicaProgress { loaded_bytes, total_bytes: 100, ready }));
+        Ok(Response::new(Box::pin(futures::stream::iter(messages))))
+    }
+
+    async fn unload_replica(
+        &self,
+        _request: Request<v1::UnloadReplicaRequest>,
+    ) -> Result<Response<v1::UnloadReplicaResponse>, Status> {
+        self.0.num_unloaded.fetch_add(1, Ordering::SeqCst);
+        Ok(Response::new(v1::UnloadReplicaResponse {}))
+    }
+
+    async fn run_sequence(
+        &self,
+        request: Request<v1::RunSequenceRequest>,
+    ) -> Result<Response<Self::RunSequenceStream>, Status> {
+        let request = request.into_inner();
+        *self.0.last_sequence.lock().unwrap() = Some(request.clone());
+        let (sender, receiver) = mpsc::channel(4);
+        let state = Arc::clone(&self.0);
+        state.num_running.fetch_add(1, Ordering::SeqCst);
+        tokio::spawn(async move {
+            let is_complete = spell(&state, request, &sender).await;
+            state.num_running.fetch_sub(1, Ordering::SeqCst);
+            if !is_complete {
+                state.num_cancelled.fetch_add(1, Ordering::SeqCst);
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    async fn drain(&self, _request: Request<v1::DrainRequest>) -> Result<Response<v1::DrainResponse>, Status> {
+        Ok(Response::new(v1::DrainResponse {}))
+    }
+}
+
+/// Sends the script's bytes as tokens; false if the coordinator left.
+async fn spell(
+    state: &StubState,
+    request: v1::RunSequenceRequest,
+    sender: &mpsc::Sender<Result<v1::SequenceEvent, Status>>,
+) -> bool {
+    let sampling = request.sampling.unwrap_or_default();
+    let script = state.script.lock().unwrap().clone().into_bytes();
+    let delay = *state.token_delay.lock().unwrap();
+    for index in 0..sampling.max_tokens() as usize {
+        if !delay.is_zero() {
+            tokio::select! {
+                () = tokio::time::sleep(delay) => {}
+                () = sender.closed() => return false,
+            }
+        }
+        let token_id = u32::from(script[index % script.len()]);
+        let chosen = Some(v1::TokenLogprob { token_id, logprob: -0.5, text: String::new() });
+        let logprobs = (sampling.logprobs > 0).then_some(v1::TokenLogprobs { chosen, top: Vec::new() });
+        let tokens = v1::SequenceTokens { token_ids: vec![token_id], logprobs: logprobs.into_iter().collect() };
+        if sender.send(Ok(event(v1::sequence_event::Event::Tokens(tokens)))).await.is_err() {
+            return false;
+        }
+    }
+    let usage = v1::Usage {
+        prompt_tokens: request.token_ids.len() as u32,
+        completion_tokens: sampling.max_tokens(),
+        cached_tokens: 0,
+    };
+    let finish = v1::SequenceFinish {
+        reason: v1::FinishReason::Length.into(),
+        usage: Some(usage),
+        timings: Some(v1::Timings { queue_ms: 0.25, ..Default::default() }),
+    };
+    sender.send(Ok(event(v1::sequence_event::Event::Finish(finish)))).await.is_ok()
+}
+
+fn event(event: v1::sequence_event::Event) -> v1::SequenceEvent {
+    v1::SequenceEvent { event: Some(event) }
+}
+
+/// Two layers, two heads, a vocabulary of all bytes.
+fn shape() -> ModelShape {
+    let tensor = |role: &str, layer: Option<usize>, rows: usize, columns: usize| json!({ "role": role, "layer": layer, "rows": rows, "columns": columns, "ggml_type": "F32" });
+    let mut tensors = vec![tensor("TokenEmbedding", None, 256, 64), tensor("OutputNorm", None, 1, 64)];
+    for layer in [Some(0), Some(1)] {
+        for role in ["AttentionNorm", "FeedForwardNorm"] {
+            tensors.push(tensor(role, layer, 1, 64));
+        }
+        for role in ["Query", "Key", "Value", "AttentionOutput"] {
+            tensors.push(tensor(role, layer, 64, 64));
+        }
+        tensors.extend([tensor("Gate", layer, 128, 64), tensor("Up", layer, 128, 64), tensor("Down", layer, 64, 128)]);
+    }
+    serde_json::from_value(json!({
+        "architecture": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256,
+        "max_position_embeddings": MAX_TOKENS, "tensors": tensors,
+    }))
+    .unwrap()
+}
+
+/// Every byte is a token whose id is its value; byte 0 is the end of sequence.
+fn tokenizer_json() -> Vec<u8> {
+    let mut next = 256;
+    let vocabulary: serde_json::Map<_, _> = (0..256_u32)
+        .map(|byte| {
+            // GPT-2's alphabet: printable bytes stand for themselves, the others for characters from 256 on.
+            let is_printable = matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
+            let character = if is_printable { byte } else { next };
+            next += u32::from(!is_printable);
+            (char::from_u32(character).unwrap().to_string(), json!(byte))
+        })
+        .collect();
+    let byte_level =
+        json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false });
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": byte_level, "post_processor": null, "decoder": byte_level,
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+            "vocab": vocabulary, "merges": [],
+        },
+    });
+    serde_json::to_vec(&tokenizer).unwrap()
+}
+
+/// A running stub worker; it dies at once when dropped.
+pub struct StubWorker {
+    /// Its behaviour.
+    pub state: Arc<StubState>,
+    /// Where its service listens.
+    pub address: SocketAddr,
+    /// Ends when the coordinator ends the registration, with the status.
+    pub registration: JoinHandle<Status>,
+    _stop: DropGuard,
+}
+
+impl StubWorker {
+    /// Serves and registers under `worker_id`; does not wait for the coordinator's answer.
+    pub async fn start(worker_id: &str, coordinator: SocketAddr) -> Self {
+        let state = Arc::new(StubState::default());
+        let stop = CancellationToken::new();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let service = v1::worker_server::WorkerServer::new(StubService(Arc::clone(&state)));
+        let server = Server::builder()
+            .add_service(service)
+            .serve_with_incoming(TcpIncoming::from(listener).with_nodelay(Some(true)));
+        let stopped = stop.clone();
+        tokio::spawn(async move {
+            tokio::select! {
+                _ = server => {}
+                () = stopped.cancelled() => {}
+            }
+        });
+        let hello = v1::WorkerHello {
+            worker_id: worker_id.into(),
+            address: address.to_string(),
+            rank_address: address.to_string(),
+            host: "stub-host".into(),
+            devices: vec![v1::WorkerDevice {
+                name: "cpu".into(),
+                reason: "stub".into(),
+                memory_bytes: 1 << 30,
+                memory_bytes_per_second: 1e10,
+                operations_per_second: 1e11,
+            }],
+            version: "0".into(),
+        };
+        let registration = tokio::spawn(register(hello, coordinator, Arc::clone(&state), stop.clone()));
+        Self { state, address, registration, _stop: stop.drop_guard() }
+    }
+}
+
+async fn register(
+    hello: v1::WorkerHello,
+    coordinator: SocketAddr,
+    state: Arc<StubState>,
+    stop: CancellationToken,
+) -> Status {
+    let (sender, receiver) = mpsc::channel(4);
+    let report = |report| v1::WorkerReport { report: Some(report) };
+    sender.send(report(Report::Hello(hello))).await.unwrap();
+    let mut client = v1::cluster_client::ClusterClient::connect(format!("http://{coordinator}")).await.unwrap();
+    let mut replies = match client.register(ReceiverStream::new(receiver)).await {
+        Ok(replies) => replies.into_inner(),
+        Err(status) => return status,
+    };
+    let mut tick = tokio::time::interval(Duration::from_millis(50));
+    loop {
+        tokio::select! {
+            reply = replies.message() => match reply {
+                Ok(Some(_)) => {}
+                Ok(None) => return Status::ok("ended"),
+                Err(status) => return status,
+            },
+            _ = tick.tick() => {
+                let problem = state.problem.lock().unwrap().clone();
+                let loads = state.loads.lock().unwrap();
+                let replicas = loads.last().map(|load| v1::ReplicaReport {
+                    model: load.model.clone(),
+                    plan_epoch: load.plan_epoch,
+                    replica: load.replica,
+                    problem,
+                    engine: Some(v1::EngineStatus { num_kv_blocks: 16, num_free_kv_blocks: 12, ..Default::default() }),
+                });
+                let heartbeat = v1::Heartbeat { replicas: replicas.into_iter().collect(), draining: false };
+                if *state.is_beating.lock().unwrap() {
+                    let _ = sender.try_send(report(Report::Heartbeat(heartbeat)));
+                }
+            }
+            () = stop.cancelled() => return Status::cancelled("stub stopped"),
+        }
+    }
+}
+
+/// A coordinator in this process.
+pub struct Coordinator {
+    /// gRPC address.
+    pub grpc: SocketAddr,
+    /// HTTP address.
+    pub http: SocketAddr,
+    /// Tells it to stop.
+    pub shutdown: CancellationToken,
+    /// Its end.
+    pub ended: JoinHandle<Result<(), CoordinatorError>>,
+    _stop: DropGuard,
+}
+
+/// Settings for tests: any ports, the stub's model, short waits.
+pub fn config(policy: &str, min_workers: usize) -> CoordinatorConfig {
+    CoordinatorConfig {
+        grpc_listen: "127.0.0.1:0".parse().unwrap(),
+        http_listen: "127.0.0.1:0".parse().unwrap(),
+        model: Some(ModelSpec {
+            name: MODEL.into(),
+            source: "/models/stub.gguf".into(),
+            policy: policy.parse().unwrap(),
+            min_workers,
+        }),
+        plan_options: PlanOptions::default(),
+        lease: Duration::from_millis(600),
+        max_concurrent_requests: 64,
+        drain_timeout: Duration::from_secs(5),
+    }
+}
+
+impl Coordinator {
+    /// Starts one and waits until it listens.
+    pub async fn start(config: CoordinatorConfig) -> Self {
+        let shutdown = CancellationToken::new();
+        let (sender, receiver) = oneshot::channel();
+        let token = shutdown.clone();
+        let ended = tokio::spawn(async move {
+            lockstep_coordinator::run(config, token, |grpc, http| sender.send((grpc, http)).unwrap()).await
+        });
+        let (grpc, http) = receiver.await.unwrap();
+        Self { grpc, http, shutdown: shutdown.clone(), ended, _stop: shutdown.drop_guard() }
+    }
+
+    /// A client of Inference.
+    pub async fn inference(&self) -> v1::inference_client::InferenceClient<Channel> {
+        v1::inference_client::InferenceClient::connect(format!("http://{}", self.grpc)).await.unwrap()
+    }
+
+    /// A client of Admin.
+    pub async fn admin(&self) -> v1::admin_client::AdminClient<Channel> {
+        v1::admin_client::AdminClient::connect(format!("http://{}", self.grpc)).await.unwrap()
+    }
+
+    /// Waits until the model's readiness is as wanted, at most 10 s.
+    pub async fn wait_ready(&self, wanted: bool) {
+        let mut client = self.inference().await;
+        for _ in 0..500 {
+            let models = client.list_models(v1::ListModelsRequest {}).await.unwrap().into_inner().models;
+            if models.iter().any(|model| model.ready) == wanted {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        let cluster = self.admin().await.get_cluster(v1::GetClusterRequest {}).await.unwrap();
+        panic!("the model's readiness did not become {wanted}: {cluster:?}");
+    }
+}
+
+/// A coordinator whose model is ready on `num_workers` stub workers, all in one replica.
+pub async fn cluster(num_workers: usize, config: CoordinatorConfig) -> (Coordinator, Vec<StubWorker>) {
+    let coordinator = Coordinator::start(config).await;
+    let mut workers = Vec::new();
+    for index in 0..num_workers {
+        workers.push(StubWorker::start(&format!("w{index}"), coordinator.grpc).await);
+    }
+    coordinator.wait_ready(true).await;
+    (coordinator, workers)
+}
+
+/// A request for `max_tokens` tokens after "hi".
+pub fn request(max_tokens: u32) -> v1::GenerateRequest {
+    v1::GenerateRequest {
+        input: Some(v1::generate_request::Input::Prompt("hi".into())),
+        sampling: Some(v1::SamplingParams { max_tokens: Some(max_tokens), ..Default::default() }),
+        ..Default::default()
+    }
+}
+
+/// Everything that a stream brought.
+#[derive(Debug, Default)]
+pub struct Collected {
+    /// All text.
+    pub text: String,
+    /// All tokens.
+    pub token_ids: Vec<u32>,
+    /// All log-probabilities.
+    pub logprobs: Vec<v1::TokenLogprobs>,
+    /// The last message.
+    pub finish: Option<v1::Finish>,
+}
+
+/// Reads a stream to its end.
+pub async fn collect(mut stream: tonic::Streaming<v1::GenerateResponse>) -> Result<Collected, Status> {
+    let mut collected = Collected::default();
+    while let Some(message) = stream.message().await? {
+        match message.event.unwrap() {
+            v1::generate_response::Event::Delta(delta) => {
+                collected.text.push_str(&delta.text);
+                collected.token_ids.extend(delta.token_ids);
+                collected.logprobs.extend(delta.logprobs);
+            }
+            v1::generate_response::Event::Finish(finish) => collected.finish = Some(finish),
+        }
+    }
+    Ok(collected)
+}
