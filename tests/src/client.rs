@@ -1,0 +1,142 @@
+//! Requests as a client makes them.
+
+use anyhow::Context;
+use lockstep_proto::v1::{
+    self, admin_client::AdminClient, generate_request::Input, generate_response::Event,
+    inference_client::InferenceClient,
+};
+use tonic::{Status, Streaming, transport::Channel};
+
+/// A connection; cheap to clone.
+#[derive(Clone)]
+pub struct Client {
+    /// Inference.
+    pub inference: InferenceClient<Channel>,
+    /// Admin.
+    pub admin: AdminClient<Channel>,
+}
+
+/// Everything that a stream brought.
+#[derive(Clone, Debug, Default)]
+pub struct Output {
+    /// All text.
+    pub text: String,
+    /// All tokens.
+    pub token_ids: Vec<u32>,
+    /// All log-probabilities, one a token if asked for.
+    pub logprobs: Vec<v1::TokenLogprobs>,
+    /// The last message.
+    pub finish: v1::Finish,
+}
+
+impl Client {
+    /// Connects to `host:port`.
+    ///
+    /// # Errors
+    /// If nothing answers there.
+    pub async fn connect(address: &str) -> anyhow::Result<Self> {
+        let channel = Channel::from_shared(format!("http://{address}"))?.connect().await?;
+        Ok(Self { inference: InferenceClient::new(channel.clone()), admin: AdminClient::new(channel) })
+    }
+
+    /// Starts a request.
+    ///
+    /// # Errors
+    /// The server's refusal.
+    pub async fn start(&self, request: v1::GenerateRequest) -> Result<Streaming<v1::GenerateResponse>, Status> {
+        Ok(self.inference.clone().generate(request).await?.into_inner())
+    }
+
+    /// Runs a request to its end.
+    ///
+    /// # Errors
+    /// The server's refusal or a break.
+    pub async fn generate(&self, request: v1::GenerateRequest) -> Result<Output, Status> {
+        read_to_end(self.start(request).await?).await
+    }
+
+    /// Token ids of a text.
+    ///
+    /// # Errors
+    /// The server's refusal.
+    pub async fn tokenize(&self, text: &str) -> Result<Vec<u32>, Status> {
+        let input = Some(v1::tokenize_request::Input::Prompt(text.into()));
+        let request = v1::TokenizeRequest { model: String::new(), input };
+        Ok(self.inference.clone().tokenize(request).await?.into_inner().token_ids)
+    }
+
+    /// The engine of the only replica, as its leader last reported it.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub async fn engine(&self) -> anyhow::Result<v1::EngineStatus> {
+        let cluster = self.admin.clone().get_cluster(v1::GetClusterRequest {}).await?.into_inner();
+        let replica = cluster.models.first().and_then(|model| model.replicas.first()).context("no replica")?;
+        replica.engine.context("no report of the engine yet")
+    }
+}
+
+/// Reads a stream to its end.
+///
+/// # Errors
+/// The status that ended it early.
+pub async fn read_to_end(mut stream: Streaming<v1::GenerateResponse>) -> Result<Output, Status> {
+    let mut output = Output::default();
+    while let Some(message) = stream.message().await? {
+        match message.event {
+            Some(Event::Delta(delta)) => {
+                output.text.push_str(&delta.text);
+                output.token_ids.extend(delta.token_ids);
+                output.logprobs.extend(delta.logprobs);
+            }
+            Some(Event::Finish(finish)) => output.finish = finish,
+            None => {}
+        }
+    }
+    Ok(output)
+}
+
+/// A greedy request with the log-probabilities of the two best tokens, which goes on past the end of sequence.
+pub fn greedy(input: Input, max_tokens: u32) -> v1::GenerateRequest {
+    let sampling = v1::SamplingParams {
+        max_tokens: Some(max_tokens),
+        temperature: Some(0.0),
+        logprobs: 2,
+        ignore_eos: true,
+        ..Default::default()
+    };
+    v1::GenerateRequest { input: Some(input), sampling: Some(sampling), ..Default::default() }
+}
+
+/// Token ids as an input.
+pub fn tokens(ids: &[u32]) -> Input {
+    Input::TokenIds(v1::TokenIds { ids: ids.to_vec() })
+}
+
+/// How far the best two tokens of a step lie apart, nats; infinite if fewer were given.
+pub fn gap(logprobs: &v1::TokenLogprobs) -> f32 {
+    match logprobs.top.as_slice() {
+        [first, second, ..] => first.logprob - second.logprob,
+        _ => f32::INFINITY,
+    }
+}
+
+/// Where two greedy outputs part, if they part where rounding cannot explain it.
+///
+/// Up to the first difference both saw the same tokens; a difference there is rounding only if the best two lie less
+/// than `tolerance` nats apart. What follows a difference is not comparable.
+///
+/// # Errors
+/// Naming the position, tokens and gap.
+pub fn check_same(reference: &Output, other: &Output, tolerance: f32) -> anyhow::Result<()> {
+    let part = reference.token_ids.iter().zip(&other.token_ids).position(|(one, other)| one != other);
+    let Some(position) = part else {
+        let (one, two) = (reference.token_ids.len(), other.token_ids.len());
+        anyhow::ensure!(one == two, "{one} tokens against {two}");
+        return Ok(());
+    };
+    let found = reference.logprobs.get(position).map_or(f32::INFINITY, gap);
+    let (one, two) = (reference.token_ids[position], other.token_ids[position]);
+    anyhow::ensure!(found < tolerance, "token {position} is {one} against {two} at a gap of {found} nats");
+    Ok(())
+}

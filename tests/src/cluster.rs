@@ -1,0 +1,167 @@
+//! A local cluster as users start it: `lockstep up` and its children.
+//! Invariant: its processes end when the [`Cluster`] is dropped, because `up` follows its standard input; clusters take
+//! turns through a file lock, also between test processes.
+
+use std::{
+    fs::File,
+    path::PathBuf,
+    process::{Child, Command, ExitStatus, Output, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, bail};
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::{Client, environment};
+
+/// Longest wait for a cluster to serve or to end.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Between two looks.
+const POLL: Duration = Duration::from_millis(50);
+
+/// How the model is cut over one-device workers.
+#[derive(Clone, Copy, Debug)]
+pub struct Layout {
+    /// Ranks that share each layer.
+    pub tensor: usize,
+    /// Stages of layers.
+    pub pipeline: usize,
+    /// Threads of each worker.
+    pub threads: usize,
+}
+
+impl Layout {
+    /// `tensor` × `pipeline` workers of one thread.
+    pub fn new(tensor: usize, pipeline: usize) -> Self {
+        Self { tensor, pipeline, threads: 1 }
+    }
+}
+
+/// A running cluster.
+pub struct Cluster {
+    up: Child,
+    folder: TempDir,
+    ready: Value,
+    _turn: File,
+}
+
+impl Cluster {
+    /// Starts one on free ports and waits until the model serves.
+    ///
+    /// # Errors
+    /// With the cluster's log, if it does not.
+    pub fn start(layout: Layout) -> anyhow::Result<Self> {
+        let model = environment::model()?;
+        let turn = turn()?;
+        let folder = TempDir::new()?;
+        let ready_file = folder.path().join("ready.json");
+        let log = File::create(folder.path().join("log"))?;
+        let mut up = Command::new(environment::binary()?)
+            .arg("up")
+            .arg("--exit-on-stdin-close")
+            .arg("--model")
+            .arg(model)
+            .arg("--ready-file")
+            .arg(&ready_file)
+            .args(["--model-name=smol", "--grpc-port=0", "--http-port=0"])
+            .arg(format!("--workers={}", layout.tensor * layout.pipeline))
+            .arg(format!("--tensor-parallel={}", layout.tensor))
+            .arg(format!("--pipeline-parallel={}", layout.pipeline))
+            .arg(format!("--threads-per-worker={}", layout.threads))
+            .stdin(Stdio::piped())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .spawn()?;
+        let end = Instant::now() + PATIENCE;
+        while !ready_file.exists() {
+            if up.try_wait()?.is_some() || Instant::now() > end {
+                let _ = up.kill();
+                bail!("the cluster does not serve: {}", std::fs::read_to_string(folder.path().join("log"))?);
+            }
+            std::thread::sleep(POLL);
+        }
+        let ready = serde_json::from_slice(&std::fs::read(&ready_file)?)?;
+        Ok(Self { up, folder, ready, _turn: turn })
+    }
+
+    /// gRPC address, host:port.
+    pub fn grpc(&self) -> String {
+        self.ready["grpc"].as_str().unwrap_or_default().to_owned()
+    }
+
+    /// HTTP address, host:port.
+    pub fn http(&self) -> String {
+        self.ready["http"].as_str().unwrap_or_default().to_owned()
+    }
+
+    /// Process id of a worker.
+    ///
+    /// # Errors
+    /// If there is no such worker.
+    pub fn worker_pid(&self, index: usize) -> anyhow::Result<u64> {
+        self.ready["worker_pids"][index].as_u64().with_context(|| format!("no worker {index} in {}", self.ready))
+    }
+
+    /// A client of it.
+    ///
+    /// # Errors
+    /// If it cannot connect.
+    pub async fn client(&self) -> anyhow::Result<Client> {
+        Client::connect(&self.grpc()).await
+    }
+
+    /// What its processes logged.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
+    }
+
+    /// Stops it as a user does and returns its exit status.
+    ///
+    /// # Errors
+    /// If it does not end.
+    pub fn stop(mut self) -> anyhow::Result<ExitStatus> {
+        self.end()
+    }
+
+    fn end(&mut self) -> anyhow::Result<ExitStatus> {
+        drop(self.up.stdin.take());
+        let end = Instant::now() + PATIENCE;
+        while Instant::now() < end {
+            if let Some(status) = self.up.try_wait()? {
+                return Ok(status);
+            }
+            std::thread::sleep(POLL);
+        }
+        self.up.kill()?;
+        bail!("the cluster did not stop: {}", self.log())
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        if let Err(error) = self.end() {
+            eprintln!("{error}");
+        }
+    }
+}
+
+/// Waits for this process's turn to run a cluster; it ends when the file is closed.
+///
+/// # Errors
+/// If the lock file cannot be made.
+pub fn turn() -> anyhow::Result<File> {
+    let path: PathBuf = std::env::temp_dir().join("lockstep-tests.lock");
+    let file = File::options().create(true).truncate(false).write(true).open(&path);
+    let file = file.with_context(|| format!("lock file {}", path.display()))?;
+    file.lock()?;
+    Ok(file)
+}
+
+/// Runs the binary to its end, with nothing on its standard input.
+///
+/// # Errors
+/// If it cannot be started.
+pub fn lockstep(arguments: &[&str]) -> anyhow::Result<Output> {
+    Ok(Command::new(environment::binary()?).args(arguments).stdin(Stdio::null()).output()?)
+}

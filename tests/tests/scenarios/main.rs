@@ -1,0 +1,15 @@
+//! End-to-end scenarios on real processes and a real model; run them with `tests/run.sh`.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail by panicking")]
+
+mod architecture;
+mod bad_input;
+mod cancellation;
+mod continuous_batching;
+mod foreign_client;
+mod oracle;
+mod prompts;
+mod sharded_parity;
+mod smoke;
+mod start_up;
+mod worker_loss;
