@@ -3,7 +3,7 @@
 //! - [`device`]: trait [`Device`], the dozen operations that a forward step is made of.
 //! - [`ops`]: the contract of each operation: parameters, shapes, and `check()`; no device code.
 //! - [`quant`]: what the bits of each GGUF block mean: reference dequantization, quantization of activations.
-//! - [`reference`]: plain-loop oracles, slow and obvious, for tests.
+//! - [`mod@reference`]: plain-loop oracles, slow and obvious, for tests.
 //! - [`cpu`]: the CPU device, SIMD chosen at run time.
 //!
 //! Invariants: a call that passes `check` stays inside its buffers; weights stay quantized in memory;
