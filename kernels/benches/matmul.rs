@@ -109,6 +109,7 @@ fn smollm2(criterion: &mut Criterion) {
     for num_tokens in [1, PROMPT_TOKENS] {
         let input = device.tensor(num_tokens, HIDDEN).unwrap();
         let mut hidden = device.tensor(num_tokens, HIDDEN).unwrap();
+        let mut partial = device.partial(num_tokens, HIDDEN).unwrap();
         let mut qkv = device.tensor(num_tokens, 960).unwrap();
         let mut intermediate = device.tensor(num_tokens, INTERMEDIATE).unwrap();
         group.throughput(Throughput::Elements(num_tokens as u64));
@@ -117,9 +118,11 @@ fn smollm2(criterion: &mut Criterion) {
                 device.step(|device| -> Result<(), KernelError> {
                     for layer in &layers {
                         device.matmul(num_tokens, &layer.qkv, &input, Epilogue::Store, &mut qkv)?;
-                        device.matmul(num_tokens, &layer.attention_output, &input, Epilogue::Add, &mut hidden)?;
+                        device.matmul_partial(num_tokens, &layer.attention_output, &input, &mut partial)?;
+                        device.add_partial(num_tokens, &mut partial, &mut hidden, |_| Ok::<_, KernelError>(()))?;
                         device.matmul(num_tokens, &layer.gate_up, &input, Epilogue::SwiGlu, &mut intermediate)?;
-                        device.matmul(num_tokens, &layer.down, &intermediate, Epilogue::Add, &mut hidden)?;
+                        device.matmul_partial(num_tokens, &layer.down, &intermediate, &mut partial)?;
+                        device.add_partial(num_tokens, &mut partial, &mut hidden, |_| Ok::<_, KernelError>(()))?;
                     }
                     device.matmul(1, &head, &input, Epilogue::Store, &mut logits)
                 })

@@ -64,8 +64,10 @@ pub(crate) fn communication_time(
     let (num_layers, is_first) = stage;
     let bytes = (batch.num_tokens * shape.hidden_size * size_of::<f32>()) as f64;
     let link = link_of(topology, group);
-    let num_reductions = 2 * num_layers + usize::from(is_first);
-    let reduce = all_reduce_time(link, group.len(), bytes) * num_reductions as f64;
+    // Layers sum in f64, the embedding in f32.
+    let of_layer = 2.0 * all_reduce_time(link, group.len(), 2.0 * bytes);
+    let of_embedding = if is_first { all_reduce_time(link, group.len(), bytes) } else { 0.0 };
+    let reduce = of_layer * num_layers as f64 + of_embedding;
     let candidates = if group.len() > 1 && next_group.is_none() { link.latency_seconds } else { 0.0 };
     let hand_over = next_group.map_or(0.0, |next| {
         let ranks = [group.first(), next.first()].into_iter().flatten().copied().collect::<Vec<_>>();

@@ -9,9 +9,9 @@ use crate::{
 
 /// Bytes of an activation element.
 const ACTIVATION_ELEMENT_BYTES: u64 = 4;
-/// Rows `[max_step_tokens, hidden_size]` that a step holds at once: residual, normed input, output of a layer half,
-/// received activations, and quantized input (a fourth of a row) rounded up.
-const HIDDEN_ROWS: u64 = 5;
+/// Rows `[max_step_tokens, hidden_size]` that a step holds at once: residual, normed input, output of a layer half
+/// (f64, hence two), received activations, and quantized input (a fourth of a row) rounded up.
+const HIDDEN_ROWS: u64 = 6;
 /// What a rank needs beside weights, KV and activations: code, sockets, allocator.
 const OVERHEAD_BYTES: u64 = 16 << 20;
 

@@ -78,7 +78,7 @@ fn run_rank(listener: Arc<LinkListener>, config: RankLinksConfig) -> Result<Vec<
     let mut collective = RankLinks::new(listener, config)?.collective(&[0, 1], Purpose::TensorParallel)?;
     let mut times = Vec::new();
     for bytes in SIZES_BYTES {
-        let mut data = vec![1.0; bytes / size_of::<f32>()];
+        let mut data = vec![1.0_f32; bytes / size_of::<f32>()];
         let rounds = (VOLUME_BYTES / bytes).clamp(*ROUNDS.start(), *ROUNDS.end());
         let mut of_size = Vec::with_capacity(rounds);
         for _ in 0..rounds {

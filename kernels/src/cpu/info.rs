@@ -44,7 +44,7 @@ pub(super) fn measure_read_bandwidth(team: &Team) -> f64 {
     /// Reported when there is not even memory to measure with.
     const FALLBACK: f64 = 1e10;
     let Ok(buffer) = AlignedBuffer::zeroed(PROBE_BYTES) else { return FALLBACK };
-    let values = buffer.floats();
+    let values = buffer.values::<f32>();
     team.stay_awake(|| {
         team.run(&|_| ());
         let start = Instant::now();

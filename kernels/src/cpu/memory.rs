@@ -2,6 +2,8 @@
 //! For: activations, weights and scratch of every operation.
 //! Invariant: a buffer starts on a 64-byte border and is initialized; a tensor holds `max_tokens * width` values.
 
+use std::marker::PhantomData;
+
 use crate::KernelError;
 
 /// Bytes of a cache line and of the widest vector.
@@ -39,36 +41,57 @@ impl AlignedBuffer {
         unsafe { std::slice::from_raw_parts_mut(self.lines.as_mut_ptr().cast(), self.lines.len() * LINE_BYTES) }
     }
 
-    pub(crate) fn floats(&self) -> &[f32] {
-        // SAFETY: initialized and aligned; every bit pattern is an f32.
-        unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.lines.len() * (LINE_BYTES / 4)) }
+    pub(crate) fn values<V: Element>(&self) -> &[V] {
+        // SAFETY: initialized and aligned; every bit pattern is an element, and lines are whole numbers of elements.
+        unsafe {
+            std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.lines.len() * (LINE_BYTES / size_of::<V>()))
+        }
     }
 
-    pub(crate) fn floats_mut(&mut self) -> &mut [f32] {
-        // SAFETY: as in `floats`; borrowed exclusively.
-        unsafe { std::slice::from_raw_parts_mut(self.lines.as_mut_ptr().cast(), self.lines.len() * (LINE_BYTES / 4)) }
+    pub(crate) fn values_mut<V: Element>(&mut self) -> &mut [V] {
+        // SAFETY: as in `values`; borrowed exclusively.
+        unsafe {
+            std::slice::from_raw_parts_mut(
+                self.lines.as_mut_ptr().cast(),
+                self.lines.len() * (LINE_BYTES / size_of::<V>()),
+            )
+        }
     }
 }
 
-/// Activations: row-major f32 `[max_tokens, width]` on a 64-byte border.
-pub struct CpuTensor {
+/// What tensors hold.
+///
+/// # Safety
+/// Every bit pattern is a value; size and alignment divide 64.
+pub unsafe trait Element: Copy + Send + Sync + 'static {}
+
+// SAFETY: plain numbers of 4 bytes.
+unsafe impl Element for f32 {}
+// SAFETY: plain numbers of 8 bytes.
+unsafe impl Element for f64 {}
+
+/// Row-major `[max_tokens, width]` on a 64-byte border: activations in f32, shares of sums in f64.
+pub struct CpuTensor<V = f32> {
     buffer: AlignedBuffer,
     max_tokens: usize,
     width: usize,
+    element: PhantomData<V>,
 }
 
-impl CpuTensor {
+impl<V: Element> CpuTensor<V> {
     /// A zeroed tensor.
     ///
     /// # Errors
     /// [`KernelError::Device`] if memory is short.
     pub fn zeroed(max_tokens: usize, width: usize) -> Result<Self, KernelError> {
         let num_bytes =
-            max_tokens.checked_mul(width).and_then(|len| len.checked_mul(4)).ok_or_else(|| KernelError::Device {
-                device: "cpu".to_owned(),
-                what: format!("a tensor [{max_tokens}, {width}] is too large"),
+            max_tokens.checked_mul(width).and_then(|len| len.checked_mul(size_of::<V>())).ok_or_else(|| {
+                KernelError::Device {
+                    device: "cpu".to_owned(),
+                    what: format!("a tensor [{max_tokens}, {width}] is too large"),
+                }
             })?;
-        Ok(Self { buffer: AlignedBuffer::zeroed(num_bytes)?, max_tokens, width })
+        Ok(Self { buffer: AlignedBuffer::zeroed(num_bytes)?, max_tokens, width, element: PhantomData })
     }
 
     /// Rows.
@@ -82,31 +105,31 @@ impl CpuTensor {
     }
 
     /// All values, `[max_tokens, width]`.
-    pub fn values(&self) -> &[f32] {
-        &self.buffer.floats()[..self.max_tokens * self.width]
+    pub fn values(&self) -> &[V] {
+        &self.buffer.values()[..self.max_tokens * self.width]
     }
 
     /// All values, `[max_tokens, width]`.
-    pub fn values_mut(&mut self) -> &mut [f32] {
-        &mut self.buffer.floats_mut()[..self.max_tokens * self.width]
+    pub fn values_mut(&mut self) -> &mut [V] {
+        &mut self.buffer.values_mut()[..self.max_tokens * self.width]
     }
 
     /// The first `num_tokens` rows.
     ///
     /// # Errors
     /// [`KernelError::Shape`] if there are fewer.
-    pub fn rows(&self, operation: &'static str, num_tokens: usize) -> Result<&[f32], KernelError> {
+    pub fn rows(&self, operation: &'static str, num_tokens: usize) -> Result<&[V], KernelError> {
         self.check_tokens(operation, num_tokens)?;
-        Ok(&self.buffer.floats()[..num_tokens * self.width])
+        Ok(&self.buffer.values()[..num_tokens * self.width])
     }
 
     /// The first `num_tokens` rows.
     ///
     /// # Errors
     /// [`KernelError::Shape`] if there are fewer.
-    pub fn rows_mut(&mut self, operation: &'static str, num_tokens: usize) -> Result<&mut [f32], KernelError> {
+    pub fn rows_mut(&mut self, operation: &'static str, num_tokens: usize) -> Result<&mut [V], KernelError> {
         self.check_tokens(operation, num_tokens)?;
-        Ok(&mut self.buffer.floats_mut()[..num_tokens * self.width])
+        Ok(&mut self.buffer.values_mut()[..num_tokens * self.width])
     }
 
     fn check_tokens(&self, operation: &'static str, num_tokens: usize) -> Result<(), KernelError> {

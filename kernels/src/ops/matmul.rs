@@ -22,8 +22,6 @@ pub struct HostMatrix {
 pub enum Epilogue {
     /// `output[t, r] = product`
     Store,
-    /// `output[t, r] += product` (the residual stream)
-    Add,
     /// The layer stacks gate then up, each half of the rows: `output[t, r] = silu(gate[t, r]) * up[t, r]`,
     /// `r < rows / 2`.
     SwiGlu,

@@ -14,12 +14,12 @@ pub fn round_activations(input: &[f32]) -> Vec<f32> {
     rounded.collect()
 }
 
-/// `epilogue(input × weightᵀ)` for `input` `[num_tokens, columns]`; `output` holds what `Epilogue::Add` adds to.
+/// `epilogue(input × weightᵀ)` for `input` `[num_tokens, columns]`.
 /// Beside each output comes the sum of the absolute values of its terms, to which rounding errors are in proportion.
-pub fn matmul(matrices: &[HostMatrix], input: &[f32], epilogue: Epilogue, output: &[f64]) -> Vec<(f64, f64)> {
+pub fn matmul(matrices: &[HostMatrix], input: &[f32], epilogue: Epilogue) -> Vec<(f64, f64)> {
     let columns = matrices[0].columns;
     let mut results = Vec::new();
-    for (token, activations) in input.chunks_exact(columns).enumerate() {
+    for activations in input.chunks_exact(columns) {
         let mut products = Vec::new();
         for matrix in matrices {
             let row_bytes = matrix.bytes.len() / matrix.rows;
@@ -33,10 +33,6 @@ pub fn matmul(matrices: &[HostMatrix], input: &[f32], epilogue: Epilogue, output
         }
         match epilogue {
             Epilogue::Store => results.extend(products),
-            Epilogue::Add => {
-                let before = &output[token * products.len()..];
-                results.extend(products.iter().zip(before).map(|((sum, size), old)| (sum + old, size + old.abs())));
-            }
             Epilogue::SwiGlu => {
                 let (gate, up) = products.split_at(products.len() / 2);
                 // |silu'| is at most 1.1 and |silu(x)| at most |x|.

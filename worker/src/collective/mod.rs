@@ -27,6 +27,19 @@ pub use tcp::TcpCollective;
 
 use crate::WorkerError;
 
+/// What is summed: f32 where one term alone is not zero, f64 where the order of the terms must not show.
+pub trait Element: sealed::Sealed + bytemuck::Pod + std::ops::AddAssign + Send {}
+
+impl Element for f32 {}
+impl Element for f64 {}
+
+mod sealed {
+    pub trait Sealed {}
+
+    impl Sealed for f32 {}
+    impl Sealed for f64 {}
+}
+
 /// Sums and moves vectors between the ranks of a group. Every rank of the group calls the same operations with the same
 /// lengths in the same order.
 pub trait Collective: Send {
@@ -40,7 +53,7 @@ pub trait Collective: Send {
     ///
     /// # Errors
     /// [`WorkerError::Link`] if a peer closed, timed out or sent something else than agreed; the group is then unusable.
-    fn all_reduce_sum(&mut self, data: &mut [f32]) -> Result<(), WorkerError>;
+    fn all_reduce_sum<T: Element>(&mut self, data: &mut [T]) -> Result<(), WorkerError>;
 
     /// Sends `data` to `peer`, an index within the group. Returns when the socket took it.
     ///

@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use super::{
-    Collective,
+    Collective, Element,
     frame::FrameKind,
     link::{Arrival, Incoming, Link, Outgoing, Spin, Until, drive, link_error},
 };
@@ -31,7 +31,8 @@ pub struct TcpCollective {
     links: Vec<Option<Link>>,
     timeout: Duration,
     spin: Spin,
-    scratch: Vec<f32>,
+    /// Bytes in units that any element may lie on.
+    scratch: Vec<u64>,
 }
 
 impl TcpCollective {
@@ -44,24 +45,18 @@ impl TcpCollective {
         Self::new(0, vec![None], GroupOptions { timeout: Duration::ZERO, spin: Duration::ZERO })
     }
 
-    fn scratch(&mut self, length: usize) {
-        if self.scratch.len() < length {
-            self.scratch.resize(length, 0.0);
-        }
-    }
-
     /// Everybody sends `data` to everybody; the sum is taken in rank order.
-    fn all_reduce_direct(&mut self, data: &mut [f32]) -> Result<(), WorkerError> {
+    fn all_reduce_direct<T: Element>(&mut self, data: &mut [T]) -> Result<(), WorkerError> {
         let length = data.len();
         let bytes = size_of_val(data);
-        self.scratch(length * self.links.len());
+        let scratch = scratch::<T>(&mut self.scratch, length * self.links.len());
         let mut headers = Vec::with_capacity(self.links.len());
         let mut arrivals = Vec::with_capacity(self.links.len());
         for link in self.links.iter_mut().flatten() {
             headers.push(link.next_send(FrameKind::Values, bytes));
             arrivals.push(Arrival::new(link.next_receive(FrameKind::Values, bytes)));
         }
-        let mut targets = self.scratch[..length * self.links.len()].chunks_exact_mut(length);
+        let mut targets = scratch.chunks_exact_mut(length);
         // The chunk of this rank's own position stays unused, so that position and chunk agree.
         let targets =
             self.links.iter().zip(&mut targets).filter_map(|(link, part)| link.as_ref().map(|link| (link, part)));
@@ -78,12 +73,12 @@ impl TcpCollective {
             .map(|(link, header)| Outgoing::new(link, header, payload))
             .collect();
         drive(&mut outgoing, &mut incoming, Until::Done, self.timeout, &mut self.spin)?;
-        sum_in_rank_order(data, &mut self.scratch, self.rank, self.links.len());
+        sum_in_rank_order(data, scratch, self.rank, self.links.len());
         Ok(())
     }
 
     /// Ring reduce-scatter and all-gather.
-    fn all_reduce_ring(&mut self, data: &mut [f32]) -> Result<(), WorkerError> {
+    fn all_reduce_ring<T: Element>(&mut self, data: &mut [T]) -> Result<(), WorkerError> {
         let world_size = self.links.len();
         let segment = |index: usize| {
             let index = index % world_size;
@@ -106,9 +101,9 @@ impl TcpCollective {
     }
 
     /// Sends the `leaving` range to the next rank while `arriving` comes from the previous one and is added or stored.
-    fn ring_step(
+    fn ring_step<T: Element>(
         &mut self,
-        data: &mut [f32],
+        data: &mut [T],
         leaving: std::ops::Range<usize>,
         arriving: std::ops::Range<usize>,
         is_sum: bool,
@@ -116,23 +111,24 @@ impl TcpCollective {
         let world_size = self.links.len();
         let next = (self.rank + 1) % world_size;
         let previous = (self.rank + world_size - 1) % world_size;
-        self.scratch(PART_BYTES / size_of::<f32>());
-        let header = link_mut(&mut self.links, next)?.next_send(FrameKind::Values, leaving.len() * size_of::<f32>());
+        let header = link_mut(&mut self.links, next)?.next_send(FrameKind::Values, leaving.len() * size_of::<T>());
         let expected =
-            link_mut(&mut self.links, previous)?.next_receive(FrameKind::Values, arriving.len() * size_of::<f32>());
+            link_mut(&mut self.links, previous)?.next_receive(FrameKind::Values, arriving.len() * size_of::<T>());
         let (next, previous) = (link_ref(&self.links, next)?, link_ref(&self.links, previous)?);
+        let part_length = PART_BYTES / size_of::<T>();
+        let scratch = scratch::<T>(&mut self.scratch, part_length);
         let (sent, received) = disjoint(data, leaving, arriving);
         let mut outgoing = [Outgoing::new(next, &header, bytemuck::cast_slice(sent))];
         let mut arrival = Arrival::new(expected);
-        let mut step = |outgoing: &mut [Outgoing<'_>; 1], target: &mut [f32], arrival: &mut Arrival, until| {
+        let mut step = |outgoing: &mut [Outgoing<'_>; 1], target: &mut [T], arrival: &mut Arrival, until| {
             let mut incoming = [Incoming::new(previous, arrival, bytemuck::cast_slice_mut(target))];
             drive(outgoing, &mut incoming, until, self.timeout, &mut self.spin)
         };
         if !is_sum {
             return step(&mut outgoing, received, &mut arrival, Until::Done);
         }
-        for part in received.chunks_mut(PART_BYTES / size_of::<f32>()) {
-            let target = &mut self.scratch[..part.len()];
+        for part in received.chunks_mut(part_length) {
+            let target = &mut scratch[..part.len()];
             step(&mut outgoing, target, &mut arrival, Until::Received)?;
             add(part, target);
         }
@@ -149,7 +145,7 @@ impl Collective for TcpCollective {
         self.links.len()
     }
 
-    fn all_reduce_sum(&mut self, data: &mut [f32]) -> Result<(), WorkerError> {
+    fn all_reduce_sum<T: Element>(&mut self, data: &mut [T]) -> Result<(), WorkerError> {
         if self.links.len() < 2 || data.is_empty() {
             return Ok(());
         }
@@ -184,14 +180,23 @@ fn no_link(peer: usize, world_size: usize) -> WorkerError {
     link_error(peer, format!("is this rank itself or not in the group of {world_size}"))
 }
 
-fn add(sum: &mut [f32], values: &[f32]) {
+/// The first `length` elements of a buffer that grows as needed.
+fn scratch<T: Element>(buffer: &mut Vec<u64>, length: usize) -> &mut [T] {
+    let num_words = (length * size_of::<T>()).div_ceil(size_of::<u64>());
+    if buffer.len() < num_words {
+        buffer.resize(num_words, 0);
+    }
+    &mut bytemuck::cast_slice_mut(buffer)[..length]
+}
+
+fn add<T: Element>(sum: &mut [T], values: &[T]) {
     for (sum, value) in sum.iter_mut().zip(values) {
-        *sum += value;
+        *sum += *value;
     }
 }
 
 /// `data = v[0] + v[1] + …` where `v[rank]` is `data` and the others lie in `scratch`, by position.
-fn sum_in_rank_order(data: &mut [f32], scratch: &mut [f32], rank: usize, world_size: usize) {
+fn sum_in_rank_order<T: Element>(data: &mut [T], scratch: &mut [T], rank: usize, world_size: usize) {
     let length = data.len();
     if rank > 0 {
         // The sum begins in `v[0]` and takes this rank's own values when it is their turn.
@@ -209,11 +214,7 @@ fn sum_in_rank_order(data: &mut [f32], scratch: &mut [f32], rank: usize, world_s
 }
 
 /// Two ranges of `data` that do not overlap.
-fn disjoint(
-    data: &mut [f32],
-    shared: std::ops::Range<usize>,
-    exclusive: std::ops::Range<usize>,
-) -> (&[f32], &mut [f32]) {
+fn disjoint<T>(data: &mut [T], shared: std::ops::Range<usize>, exclusive: std::ops::Range<usize>) -> (&[T], &mut [T]) {
     if shared.end <= exclusive.start {
         let (low, high) = data.split_at_mut(exclusive.start);
         (&low[shared], &mut high[..exclusive.end - exclusive.start])

@@ -64,19 +64,24 @@ fn all_ranks_get_the_same_sum_of_any_length() {
         let results = run_ranks(world_size, |rank, links| {
             let mut collective = links.collective(&group, Purpose::TensorParallel).unwrap();
             lengths.map(|length| {
-                let mut data: Vec<_> = (0..length).map(|index| value(rank, index)).collect();
+                let values = (0..length).map(|index| value(rank, index));
+                let mut wide: Vec<_> = values.clone().map(f64::from).collect();
+                let mut data: Vec<_> = values.collect();
                 collective.all_reduce_sum(&mut data).unwrap();
-                data
+                collective.all_reduce_sum(&mut wide).unwrap();
+                (data, wide)
             })
         });
         for (index, length) in lengths.into_iter().enumerate() {
-            for (element, sum) in results[0][index].iter().enumerate() {
+            let (data, wide) = &results[0][index];
+            for (element, (sum, wide)) in data.iter().zip(wide).enumerate() {
                 let exact: f64 = (0..world_size).map(|rank| f64::from(value(rank, element))).sum();
                 assert!((f64::from(*sum) - exact).abs() < 1e-4, "{world_size} {length} {element}");
+                assert_eq!(*wide, exact, "{world_size} {length} {element}");
             }
+            // No value is a NaN or a negative zero: equal values are equal bits.
             for other in &results[1..] {
-                let same = results[0][index].iter().zip(&other[index]).all(|(a, b)| a.to_bits() == b.to_bits());
-                assert!(same, "{world_size} ranks, {length} values");
+                assert!(results[0][index] == other[index], "{world_size} ranks, {length} values");
             }
         }
     }
@@ -190,7 +195,7 @@ fn a_dead_or_silent_peer_is_an_error() {
                     return String::new();
                 }
                 let start = std::time::Instant::now();
-                let error = collective.all_reduce_sum(&mut [1.0; 1000]).unwrap_err();
+                let error = collective.all_reduce_sum(&mut [1.0_f32; 1000]).unwrap_err();
                 assert!(start.elapsed() < Duration::from_millis(700), "{:?}", start.elapsed());
                 error.to_string()
             },
@@ -208,7 +213,7 @@ fn lengths_that_differ_are_an_error_on_both_sides() {
         |_| (),
         |rank, links| {
             let mut collective = connect(links).unwrap();
-            let result = collective.all_reduce_sum(&mut vec![1.0; 100 + rank]);
+            let result = collective.all_reduce_sum(&mut vec![1.0_f32; 100 + rank]);
             // Keeps the socket until the other has read.
             std::thread::sleep(Duration::from_millis(100));
             result.unwrap_err().to_string()

@@ -1,8 +1,8 @@
 //! One decoder layer of the `llama` architecture on one rank: attention, then the gated feed-forward, each closed by
-//! an all-reduce of the residual stream.
-//! Invariant: before and after a layer `hidden` is the same on every rank of the tensor-parallel group. Rank 0 of the
-//! group adds its product to the stream, the others replace their copy by their product; the sum over the group is
-//! then the new stream, without a tensor or an operation of its own.
+//! the sum of all ranks' products, which is added to the residual stream.
+//! Invariant: before and after a layer `hidden` is the same on every rank of the tensor-parallel group, and but for
+//! rare last bits the same as on one rank alone: sums over columns, and over the ranks that share them, are taken in
+//! f64 and rounded once. A last bit that differed would flip roundings of int8 activations and grow layer by layer.
 
 use lockstep_kernels::{
     Device,
@@ -24,6 +24,8 @@ pub(super) struct Activations<D: Device> {
     pub attention: D::Tensor,
     /// Gated feed-forward columns held here.
     pub feed_forward: D::Tensor,
+    /// This rank's share of what is added to the stream, `hidden_size` wide.
+    pub partial: D::Partial,
 }
 
 impl<D: Device> Activations<D> {
@@ -36,6 +38,7 @@ impl<D: Device> Activations<D> {
             qkv: tensor(shape.qkv_size())?,
             attention: tensor(shape.num_heads * shape.head_dim)?,
             feed_forward: tensor(shape.intermediate_size)?,
+            partial: device.partial(max_step_tokens, shape.hidden_size)?,
         })
     }
 }
@@ -59,9 +62,9 @@ impl LayerContext<'_> {
         peers: &mut RankPeers,
     ) -> Result<(), WorkerError> {
         self.attention(device, layer, weights, cache, activations)?;
-        self.reduce(device, activations, peers)?;
+        self.add_partial(device, activations, peers)?;
         self.feed_forward(device, weights, activations)?;
-        self.reduce(device, activations, peers)
+        self.add_partial(device, activations, peers)
     }
 
     fn attention<D: Device>(
@@ -74,7 +77,7 @@ impl LayerContext<'_> {
     ) -> Result<(), WorkerError> {
         let Self { shape, rope, batch } = self;
         let num_tokens = batch.num_tokens();
-        let Activations { hidden, normed, qkv, attention, .. } = activations;
+        let Activations { hidden, normed, qkv, attention, partial, .. } = activations;
         device.rms_norm(num_tokens, hidden, &weights.attention_norm, shape.rms_norm_eps, normed)?;
         device.matmul(num_tokens, &weights.qkv, normed, Epilogue::Store, qkv)?;
         let rope_and_store = RopeAndStore {
@@ -97,7 +100,7 @@ impl LayerContext<'_> {
             sequences: &batch.sequences,
         };
         device.attention(&call, qkv, cache, attention)?;
-        Ok(device.matmul(num_tokens, &weights.attention_output, attention, self.residual(), hidden)?)
+        Ok(device.matmul_partial(num_tokens, &weights.attention_output, attention, partial)?)
     }
 
     fn feed_forward<D: Device>(
@@ -107,25 +110,20 @@ impl LayerContext<'_> {
         activations: &mut Activations<D>,
     ) -> Result<(), WorkerError> {
         let num_tokens = self.batch.num_tokens();
-        let Activations { hidden, normed, feed_forward, .. } = activations;
+        let Activations { hidden, normed, feed_forward, partial, .. } = activations;
         device.rms_norm(num_tokens, hidden, &weights.feed_forward_norm, self.shape.rms_norm_eps, normed)?;
         device.matmul(num_tokens, &weights.gate_up, normed, Epilogue::SwiGlu, feed_forward)?;
-        Ok(device.matmul(num_tokens, &weights.down, feed_forward, self.residual(), hidden)?)
+        Ok(device.matmul_partial(num_tokens, &weights.down, feed_forward, partial)?)
     }
 
-    fn residual(&self) -> Epilogue {
-        if self.shape.tensor_parallel_rank == 0 { Epilogue::Add } else { Epilogue::Store }
-    }
-
-    fn reduce<D: Device>(
+    /// Adds the sum of all ranks' shares to the stream.
+    fn add_partial<D: Device>(
         &self,
         device: &mut D,
         activations: &mut Activations<D>,
         peers: &mut RankPeers,
     ) -> Result<(), WorkerError> {
-        if self.shape.tensor_parallel_size == 1 {
-            return Ok(());
-        }
-        device.with_host(self.batch.num_tokens(), &mut activations.hidden, |hidden| peers.all_reduce_sum(hidden))
+        let Activations { hidden, partial, .. } = activations;
+        device.add_partial(self.batch.num_tokens(), partial, hidden, |sums| peers.all_reduce_sum(sums))
     }
 }

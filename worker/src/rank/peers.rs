@@ -7,7 +7,7 @@ use lockstep_sharding::ReplicaPlan;
 use super::RankShape;
 use crate::{
     WorkerError,
-    collective::{Collective, Purpose, RankLinks, TcpCollective},
+    collective::{Collective, Element, Purpose, RankLinks, TcpCollective},
 };
 
 /// Place of the earlier stage's rank in a pair that joins two stages.
@@ -52,7 +52,7 @@ impl RankPeers {
     ///
     /// # Errors
     /// [`WorkerError::Link`] naming the rank that did not come in time.
-    pub fn all_reduce_sum(&mut self, values: &mut [f32]) -> Result<(), WorkerError> {
+    pub fn all_reduce_sum<T: Element>(&mut self, values: &mut [T]) -> Result<(), WorkerError> {
         self.group.all_reduce_sum(values)
     }
 

@@ -1,4 +1,4 @@
-//! What follows the product: storing, adding to the residual, SwiGLU.
+//! What follows the product: storing, SwiGLU.
 //! For: `matmul`, on the `[T][16]` products of one row group and tile.
 
 use super::format::GROUP;
@@ -38,35 +38,31 @@ fn swiglu<S: Simd>(simd: S, gate: &mut [f32; LANES], up: &[f32; LANES]) {
 }
 
 /// Where the products of one row group go: `[num_tokens, width]` outputs, of which this group owns `rows` columns.
-pub(super) struct Target {
+pub(super) struct Target<V> {
     /// First output of the first token.
-    pub(super) start: *mut f32,
+    pub(super) start: *mut V,
     /// Outputs of a token.
     pub(super) width: usize,
     /// First column of the group.
     pub(super) column: usize,
     /// Columns of the group, at most 16.
     pub(super) rows: usize,
-    /// Whether the products are added.
-    pub(super) is_sum: bool,
 }
 
-impl Target {
-    /// Stores or adds the products `[tokens][16]` of the tokens from `first_token`.
+impl<V: Copy> Target<V> {
+    /// Stores the products `[tokens][16]` of the tokens from `first_token`.
     ///
     /// # Safety
     /// The outputs of these tokens and columns are valid and nobody else's at this time.
     #[inline]
-    pub(super) unsafe fn write(&self, first_token: usize, products: &[[f32; GROUP]]) {
+    pub(super) unsafe fn write(&self, first_token: usize, products: &[[V; GROUP]]) {
         for (token, products) in products.iter().enumerate() {
             let at = (first_token + token) * self.width + self.column;
             // SAFETY: the caller's promise.
             let outputs = unsafe { std::slice::from_raw_parts_mut(self.start.add(at), self.rows) };
-            match (outputs.first_chunk_mut::<GROUP>(), self.is_sum) {
-                (Some(outputs), false) => *outputs = *products,
-                (Some(outputs), true) => outputs.iter_mut().zip(products).for_each(|(output, value)| *output += value),
-                (None, false) => outputs.copy_from_slice(&products[..self.rows]),
-                (None, true) => outputs.iter_mut().zip(products).for_each(|(output, value)| *output += value),
+            match outputs.first_chunk_mut::<GROUP>() {
+                Some(outputs) => *outputs = *products,
+                None => outputs.copy_from_slice(&products[..self.rows]),
             }
         }
     }

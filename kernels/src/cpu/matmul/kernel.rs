@@ -6,10 +6,11 @@ use super::{
     activations::{MINUS_HALF_SUM, MINUS_SUM, SCALE, SCALED_HALF_SUM, SCALED_SUM, TOKEN_BYTES},
     format::{BLOCK, Format, GROUP, group_bytes, quant_bytes},
     simd::Simd,
+    sum::Sum,
 };
 
 /// `(group, columns, tile, output)`: writes `[T][16]` products of a packed row group and a tile of `T` tokens.
-pub(super) type Product = unsafe fn(*const u8, usize, *const u8, *mut f32);
+pub(super) type Product<V> = unsafe fn(*const u8, usize, *const u8, *mut V);
 
 /// Product of quantized weights and a quantized tile.
 ///
@@ -17,11 +18,11 @@ pub(super) type Product = unsafe fn(*const u8, usize, *const u8, *mut f32);
 /// The level's instructions are there; `group` is a packed group of the format, `tile` a quantized tile of `T` tokens,
 /// both of `columns` columns; `output` has room for `T * 16` values.
 #[inline(always)]
-pub(super) unsafe fn quantized<S: Simd, F: Format, const T: usize>(
+pub(super) unsafe fn quantized<S: Simd, A: Sum<S>, F: Format, const T: usize>(
     group: *const u8,
     columns: usize,
     tile: *const u8,
-    output: *mut f32,
+    output: *mut A::Value,
 ) {
     let num_blocks = columns / BLOCK;
     let mut lane = 0;
@@ -29,7 +30,7 @@ pub(super) unsafe fn quantized<S: Simd, F: Format, const T: usize>(
         // SAFETY: blocks below `num_blocks` are inside the group and the tile; outputs below `T * 16`.
         unsafe {
             let scales = group.add(num_blocks * quant_bytes(F::BITS));
-            let mut sums = [S::zero(); T];
+            let mut sums = [A::zero(); T];
             for block in 0..num_blocks {
                 if lane == 0 {
                     prefetch_next_group::<S, F>(group, columns, block);
@@ -38,11 +39,12 @@ pub(super) unsafe fn quantized<S: Simd, F: Format, const T: usize>(
                 let scales = F::scales::<S>(scales, block, lane);
                 let activations = tile.add(block * TOKEN_BYTES * T);
                 for (token, sum) in sums.iter_mut().enumerate() {
-                    *sum = add_block::<S, F, T>(*sum, &weights, &scales, activations, token);
+                    let block = sum.begin_block();
+                    *sum = sum.end_block(add_block::<S, F, T>(block, &weights, &scales, activations, token));
                 }
             }
             for (token, sum) in sums.iter().enumerate() {
-                S::store(output.add(token * GROUP + lane), *sum);
+                sum.store(output.add(token * GROUP + lane));
             }
         }
         lane += S::LANES;
@@ -163,41 +165,44 @@ plain! {
     BF16: 2 bytes, load_bf16;
 }
 
-/// Product of unquantized weights and an interleaved tile, in two sums: of the even and of the odd columns.
+/// Product of unquantized weights and an interleaved tile: in each block of columns two chains, of the even ones and of the odd ones.
 ///
 /// # Safety
 /// As [`quantized`], for a group of the plain type and a tile `[columns][T]` of f32.
 #[inline(always)]
-pub(super) unsafe fn plain<S: Simd, P: Plain, const T: usize>(
+pub(super) unsafe fn plain<S: Simd, A: Sum<S>, P: Plain, const T: usize>(
     group: *const u8,
     columns: usize,
     tile: *const u8,
-    output: *mut f32,
+    output: *mut A::Value,
 ) {
     let tile = tile.cast::<f32>();
     let mut lane = 0;
     while lane < GROUP {
         // SAFETY: columns below `columns` are inside the group and the tile; outputs below `T * 16`.
         unsafe {
-            let mut sums = [[S::zero(); T]; 2];
+            let mut sums = [A::zero(); T];
             let rows = group.add(P::BYTES * lane);
-            for pair in 0..columns / 2 {
-                for (odd, sums) in sums.iter_mut().enumerate() {
-                    let column = 2 * pair + odd;
-                    let weights = P::load::<S>(rows.add(column * GROUP * P::BYTES));
-                    for (token, sum) in sums.iter_mut().enumerate() {
-                        *sum = S::mul_add(weights, S::splat(tile.add(column * T + token)), *sum);
+            for first in (0..columns).step_by(BLOCK) {
+                let mut parts = [[S::zero(); T]; 2];
+                for (part, sum) in parts[0].iter_mut().zip(&sums) {
+                    *part = sum.begin_block();
+                }
+                for pair in (first..columns.min(first + BLOCK)).step_by(2) {
+                    for (odd, parts) in parts.iter_mut().enumerate().take(columns - pair) {
+                        let column = pair + odd;
+                        let weights = P::load::<S>(rows.add(column * GROUP * P::BYTES));
+                        for (token, part) in parts.iter_mut().enumerate() {
+                            *part = S::mul_add(weights, S::splat(tile.add(column * T + token)), *part);
+                        }
                     }
                 }
-            }
-            if columns % 2 == 1 {
-                let weights = P::load::<S>(rows.add((columns - 1) * GROUP * P::BYTES));
-                for (token, sum) in sums[0].iter_mut().enumerate() {
-                    *sum = S::mul_add(weights, S::splat(tile.add((columns - 1) * T + token)), *sum);
+                for (sum, (even, odd)) in sums.iter_mut().zip(parts[0].iter().zip(&parts[1])) {
+                    *sum = sum.end_block(S::add(*even, *odd));
                 }
             }
-            for (token, (even, odd)) in sums[0].iter().zip(&sums[1]).enumerate() {
-                S::store(output.add(token * GROUP + lane), S::add(*even, *odd));
+            for (token, sum) in sums.iter().enumerate() {
+                sum.store(output.add(token * GROUP + lane));
             }
         }
         lane += S::LANES;

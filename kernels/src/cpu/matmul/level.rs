@@ -9,6 +9,7 @@ use super::{
     format::{Format, Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0, Q8_K},
     kernel::{self, BF16, F16, F32, Plain, Product},
     portable::Portable,
+    sum::{Double, Single, Sum},
 };
 
 /// Instructions that the kernels use.
@@ -65,13 +66,18 @@ impl Level {
     }
 }
 
+/// The product for a type and a width of tiles.
+pub(super) type ProductOf<V> = fn(GgmlType, usize) -> Product<V>;
+
 /// The kernels of one level. The functions are unsafe only for the contract of their pointers and lengths
 /// (see `kernel`); that the instructions exist was checked when the table was handed out.
 pub(super) struct Kernels {
     /// Tokens of the widest tile.
     pub(super) max_tile: usize,
     /// The product for a type and a tile width of 1, 2, 4 or (where `max_tile` is) 8.
-    pub(super) product: fn(GgmlType, usize) -> Product,
+    pub(super) product: ProductOf<f32>,
+    /// The same, summed so that cuts between blocks of columns do not show.
+    pub(super) partial_product: ProductOf<f64>,
     /// See `activations::quantize_tile`.
     pub(super) quantize_tile: unsafe fn(&[f32], usize, usize, &mut [u8]),
     /// See `activations::interleave_tile`.
@@ -121,47 +127,63 @@ macro_rules! level {
         mod $module {
             use super::*;
 
-            pub(super) static KERNELS: Kernels =
-                Kernels { max_tile: $max_tile, product, quantize_tile, interleave_tile, read_row };
+            pub(super) static KERNELS: Kernels = Kernels {
+                max_tile: $max_tile,
+                product: product::<Single<$simd>>,
+                partial_product: product::<Double<$simd>>,
+                quantize_tile,
+                interleave_tile,
+                read_row,
+            };
 
             /// # Safety
             /// See [`kernel::quantized`].
             $(#[$features])?
-            unsafe fn quantized<F: Format, const T: usize>(group: *const u8, columns: usize, tile: *const u8, output: *mut f32) {
+            unsafe fn quantized<A: Sum<$simd>, F: Format, const T: usize>(
+                group: *const u8,
+                columns: usize,
+                tile: *const u8,
+                output: *mut A::Value,
+            ) {
                 // SAFETY: the caller's promise.
-                unsafe { kernel::quantized::<$simd, F, T>(group, columns, tile, output) }
+                unsafe { kernel::quantized::<$simd, A, F, T>(group, columns, tile, output) }
             }
 
             /// # Safety
             /// See [`kernel::plain`].
             $(#[$features])?
-            unsafe fn plain<P: Plain, const T: usize>(group: *const u8, columns: usize, tile: *const u8, output: *mut f32) {
+            unsafe fn plain<A: Sum<$simd>, P: Plain, const T: usize>(
+                group: *const u8,
+                columns: usize,
+                tile: *const u8,
+                output: *mut A::Value,
+            ) {
                 // SAFETY: the caller's promise.
-                unsafe { kernel::plain::<$simd, P, T>(group, columns, tile, output) }
+                unsafe { kernel::plain::<$simd, A, P, T>(group, columns, tile, output) }
             }
 
-            fn of_width(tile: usize, products: [Product; 4]) -> Product {
+            fn of_width<V>(tile: usize, products: [Product<V>; 4]) -> Product<V> {
                 products[tile.min($max_tile).ilog2() as usize]
             }
 
-            fn product(ggml_type: GgmlType, tile: usize) -> Product {
+            fn product<A: Sum<$simd>>(ggml_type: GgmlType, tile: usize) -> Product<A::Value> {
                 macro_rules! quantized_product {
                     ($format:ty) => {
                         of_width(tile, [
-                            quantized::<$format, 1>,
-                            quantized::<$format, 2>,
-                            quantized::<$format, 4>,
-                            quantized::<$format, $max_tile>,
+                            quantized::<A, $format, 1>,
+                            quantized::<A, $format, 2>,
+                            quantized::<A, $format, 4>,
+                            quantized::<A, $format, $max_tile>,
                         ])
                     };
                 }
                 macro_rules! plain_product {
                     ($format:ty) => {
                         of_width(tile, [
-                            plain::<$format, 1>,
-                            plain::<$format, 2>,
-                            plain::<$format, 4>,
-                            plain::<$format, $max_tile>,
+                            plain::<A, $format, 1>,
+                            plain::<A, $format, 2>,
+                            plain::<A, $format, 4>,
+                            plain::<A, $format, $max_tile>,
                         ])
                     };
                 }

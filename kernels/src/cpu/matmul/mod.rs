@@ -4,7 +4,8 @@
 //! number of threads. Weights stay quantized in memory and are unpacked in registers, once for up to 8 tokens.
 //!
 //! - `format`, `pack`: the layout, 16 rows interleaved. `activations`: tiles of tokens, quantized to 8 bits.
-//! - `kernel`: the product, generic over `simd` levels (`avx512`, `avx2`, `portable`); `level`: their tables.
+//! - `kernel`: the product, generic over `simd` levels (`avx512`, `avx2`, `portable`) and over `sum`, how its terms
+//!   are added; `level`: their tables.
 //! - `epilogue`: what happens to the product.
 
 mod activations;
@@ -19,6 +20,7 @@ mod level;
 mod pack;
 mod portable;
 mod simd;
+mod sum;
 
 use std::ops::Range;
 
@@ -31,11 +33,11 @@ use self::{
     epilogue::{SwiGlu, Target},
     format::{BLOCK, GROUP},
     kernel::Product,
-    level::Kernels,
+    level::{Kernels, ProductOf},
     pack::PackedMatrix,
 };
 use super::{
-    memory::{AlignedBuffer, CpuTensor},
+    memory::{AlignedBuffer, CpuTensor, Element},
     team::{SharedSlice, Team},
 };
 use crate::{
@@ -141,37 +143,64 @@ impl MatmulContext {
         epilogue: Epilogue,
         output: &mut CpuTensor,
     ) -> Result<(), KernelError> {
-        if input.width() != weight.columns {
-            return Err(shape("width of the input", input.width(), weight.columns));
-        }
         let width = match epilogue {
             Epilogue::SwiGlu if weight.rows % 2 == 1 => {
                 return Err(shape("rows of gate and up", weight.rows, weight.rows + 1));
             }
             Epilogue::SwiGlu => weight.rows / 2,
-            Epilogue::Store | Epilogue::Add => weight.rows,
+            Epilogue::Store => weight.rows,
         };
-        if output.width() != width {
-            return Err(shape("width of the output", output.width(), width));
-        }
-        let input = input.rows("matmul", num_tokens)?;
-        let output = output.rows_mut("matmul", num_tokens)?;
-        if output.is_empty() {
-            return Ok(());
-        }
-        self.prepare(team, weight, num_tokens, input)?;
+        let output = self.prepare(team, num_tokens, weight, input, output, width)?;
         let call = Call::new(self, weight, num_tokens);
         match epilogue {
-            Epilogue::Store => call.run(team, output, weight.rows, false),
-            Epilogue::Add => call.run(team, output, weight.rows, true),
+            _ if output.is_empty() => {}
+            Epilogue::Store => call.run(team, output, self.kernels.product),
             Epilogue::SwiGlu if call.num_paired_groups().is_some() => call.run_paired(team, output, width),
             Epilogue::SwiGlu => return self.swiglu_stacked(team, weight, num_tokens, output),
         }
         Ok(())
     }
 
+    /// See [`Device::matmul_partial`](crate::Device::matmul_partial).
+    pub(super) fn matmul_partial(
+        &mut self,
+        team: &Team,
+        num_tokens: usize,
+        weight: &CpuLinear,
+        input: &CpuTensor,
+        output: &mut CpuTensor<f64>,
+    ) -> Result<(), KernelError> {
+        let output = self.prepare(team, num_tokens, weight, input, output, weight.rows)?;
+        if !output.is_empty() {
+            Call::new(self, weight, num_tokens).run(team, output, self.kernels.partial_product);
+        }
+        Ok(())
+    }
+
+    /// Checks the shapes, lays the activations out in tiles, and returns the outputs.
+    fn prepare<'a, V: Element>(
+        &mut self,
+        team: &Team,
+        num_tokens: usize,
+        weight: &CpuLinear,
+        input: &CpuTensor,
+        output: &'a mut CpuTensor<V>,
+        width: usize,
+    ) -> Result<&'a mut [V], KernelError> {
+        if input.width() != weight.columns {
+            return Err(shape("width of the input", input.width(), weight.columns));
+        }
+        if output.width() != width {
+            return Err(shape("width of the output", output.width(), width));
+        }
+        let input = input.rows("matmul", num_tokens)?;
+        let output = output.rows_mut("matmul", num_tokens)?;
+        self.lay_out(team, weight, num_tokens, input)?;
+        Ok(output)
+    }
+
     /// Lays the activations out in tiles, in the forms that the layer's types need.
-    fn prepare(
+    fn lay_out(
         &mut self,
         team: &Team,
         weight: &CpuLinear,
@@ -201,7 +230,7 @@ impl MatmulContext {
         }
         if weight.has(false) {
             grow(&mut self.interleaved, padded * columns * 4)?;
-            let shared = SharedSlice::new(self.interleaved.floats_mut());
+            let shared = SharedSlice::new(self.interleaved.values_mut());
             team.for_chunks(tiles.len(), 1, &|range| {
                 for tile in range {
                     let start = tiles.start(tile) * columns;
@@ -228,11 +257,10 @@ impl MatmulContext {
         grow(&mut stacked, num_tokens * weight.rows * 4)?;
         Call::new(self, weight, num_tokens).run(
             team,
-            &mut stacked.floats_mut()[..num_tokens * weight.rows],
-            weight.rows,
-            false,
+            &mut stacked.values_mut()[..num_tokens * weight.rows],
+            self.kernels.product,
         );
-        let products = stacked.floats();
+        let products = stacked.values::<f32>();
         let simd_level = super::simd::Level::detect();
         team.for_rows(output, width, 1, &|token, outputs| {
             let (gate, up) = products[token * weight.rows..][..weight.rows].split_at(width);
@@ -334,7 +362,7 @@ impl<'a> Call<'a> {
             weight,
             tiles: Tiles::new(num_tokens, context.kernels.max_tile),
             quantized: context.quantized.bytes(),
-            interleaved: context.interleaved.floats(),
+            interleaved: context.interleaved.values(),
         }
     }
 
@@ -360,21 +388,20 @@ impl<'a> Call<'a> {
         });
     }
 
-    /// The whole product, stored or added.
-    fn run(&self, team: &Team, output: &mut [f32], width: usize, is_sum: bool) {
+    /// The whole product.
+    fn run<V: Element + Default>(&self, team: &Team, output: &mut [V], product_of: ProductOf<V>) {
         let shared = SharedSlice::new(output);
         let num_groups = self.weight.parts.iter().map(PackedMatrix::num_groups).sum();
         self.for_groups(team, num_groups, &|group, tiles| {
             let Some((part, group)) = self.weight.group(group) else { return };
             let target = Target {
                 start: shared.as_mut_ptr(),
-                width,
+                width: self.weight.rows,
                 column: part.first_row + group * GROUP,
                 rows: GROUP.min(part.rows - group * GROUP),
-                is_sum,
             };
-            let products = self.products(part.ggml_type);
-            let mut values = [[0.0_f32; GROUP]; MAX_TILE];
+            let products = self.products(product_of, part.ggml_type);
+            let mut values = [[V::default(); GROUP]; MAX_TILE];
             for tile in tiles {
                 self.product(&products, part, group, tile, &mut values);
                 let tokens = self.tiles.tokens(tile);
@@ -404,8 +431,9 @@ impl<'a> Call<'a> {
                 return;
             };
             let rows = GROUP.min(width - group * GROUP);
-            let target = Target { start: shared.as_mut_ptr(), width, column: group * GROUP, rows, is_sum: false };
-            let (gate_products, up_products) = (self.products(gate.0.ggml_type), self.products(up.0.ggml_type));
+            let target = Target { start: shared.as_mut_ptr(), width, column: group * GROUP, rows };
+            let (gate_products, up_products) =
+                [gate, up].map(|(part, _)| self.products(self.kernels.product, part.ggml_type)).into();
             let mut values = [[[0.0_f32; GROUP]; MAX_TILE]; 2];
             for tile in tiles {
                 let [gates, ups] = &mut values;
@@ -421,18 +449,17 @@ impl<'a> Call<'a> {
     }
 
     /// The products for the widest tile and for the last one.
-    fn products(&self, ggml_type: GgmlType) -> [Product; 2] {
-        let last = self.tiles.width(self.tiles.len() - 1);
-        [(self.kernels.product)(ggml_type, self.kernels.max_tile), (self.kernels.product)(ggml_type, last)]
+    fn products<V>(&self, product_of: ProductOf<V>, ggml_type: GgmlType) -> [Product<V>; 2] {
+        [self.kernels.max_tile, self.tiles.width(self.tiles.len() - 1)].map(|width| product_of(ggml_type, width))
     }
 
-    fn product(
+    fn product<V>(
         &self,
-        products: &[Product; 2],
+        products: &[Product<V>; 2],
         part: &PackedMatrix,
         group: usize,
         tile: usize,
-        values: &mut [[f32; GROUP]; MAX_TILE],
+        values: &mut [[V; GROUP]; MAX_TILE],
     ) {
         let product = products[usize::from(tile + 1 == self.tiles.len())];
         let columns = part.columns;

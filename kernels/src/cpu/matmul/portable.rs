@@ -24,6 +24,7 @@ impl Simd for Portable {
     type Bytes = [u8; 4 * LANES];
     type Ints = [i32; LANES];
     type Floats = [f32; LANES];
+    type Doubles = [f64; LANES];
 
     simd_methods! {
         fn prefetch(_address: *const u8) {}
@@ -88,5 +89,12 @@ impl Simd for Portable {
             lanes(|lane| f32::from(bytes[lane]))
         }
         fn store(target: *mut f32, value: [f32; LANES]) { target.cast::<[f32; LANES]>().write_unaligned(value) }
+        fn zero_doubles() -> [f64; LANES] { [0.0; LANES] }
+        fn add_wide(sum: [f64; LANES], value: [f32; LANES]) -> [f64; LANES] {
+            lanes(|lane| sum[lane] + f64::from(value[lane]))
+        }
+        fn store_doubles(target: *mut f64, value: [f64; LANES]) {
+            target.cast::<[f64; LANES]>().write_unaligned(value);
+        }
     }
 }

@@ -18,6 +18,8 @@ pub(super) trait Simd: Copy + 'static {
     type Ints: Copy;
     /// One f32 of each row.
     type Floats: Copy;
+    /// One f64 of each row.
+    type Doubles: Copy;
 
     /// Asks for a cache line ahead of its use; any address will do.
     unsafe fn prefetch(address: *const u8);
@@ -64,6 +66,13 @@ pub(super) trait Simd: Copy + 'static {
     unsafe fn load_i8(source: *const u8) -> Self::Floats;
     /// Stores f32.
     unsafe fn store(target: *mut f32, value: Self::Floats);
+
+    /// Zeros.
+    unsafe fn zero_doubles() -> Self::Doubles;
+    /// `sum + value`, in f64.
+    unsafe fn add_wide(sum: Self::Doubles, value: Self::Floats) -> Self::Doubles;
+    /// Stores f64.
+    unsafe fn store_doubles(target: *mut f64, value: Self::Doubles);
 }
 
 /// Methods of a [`Simd`] level: inlined into the kernel, which has the level's instructions enabled.
