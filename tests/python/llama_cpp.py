@@ -1,7 +1,7 @@
-"""llama.cpp's greedy choice after every prefix of some token sequences.
+"""llama.cpp's greedy continuation of some prompts.
 
-Reads {"model", "sequences": [[token id]], "first"} as JSON from standard input; for each sequence and each n from
-`first` to its length prints [best token, logprob gap to the second best] of the prefix of n tokens, as JSON.
+Reads {"model", "prompts": [[token id]], "steps"} as JSON from standard input; prints for each prompt `steps` pairs
+[best token, logprob gap to the second best], each after the prompt and the tokens before, as JSON.
 """
 
 import json
@@ -37,10 +37,11 @@ def best_two(prefix):
 
 
 choices = []
-for sequence in task["sequences"]:
-    steps = []
-    for length in range(task["first"], len(sequence) + 1):
-        first, second = best_two(sequence[:length])[:2]
+for prompt in task["prompts"]:
+    sequence, steps = list(prompt), []
+    while len(steps) < task["steps"]:
+        first, second = best_two(sequence)[:2]
         steps.append([first["id"], first["logprob"] - second["logprob"]])
+        sequence.append(first["id"])
     choices.append(steps)
 print(json.dumps(choices))

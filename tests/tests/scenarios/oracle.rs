@@ -1,4 +1,5 @@
-//! The whole model, served by one worker, chooses as two other implementations do when all are fed the same tokens.
+//! The whole model, served by one worker, chooses as two other implementations do when all are fed the same tokens:
+//! prompts and llama.cpp's greedy continuation of them.
 //! Two correct implementations of quantized arithmetic agree on at least 95.5 % of the steps and part only where the
 //! best two tokens lie close together.
 
@@ -17,11 +18,9 @@ use lockstep_tests::{
 };
 use serde_json::json;
 
-use crate::prompts::PASSAGES;
+use crate::prompts::PROMPTS;
 
-/// Tokens before the first compared step.
-const FIRST: usize = 4;
-/// Steps of each passage.
+/// Steps of each prompt.
 const STEPS: usize = 50;
 /// Least share of steps that agree.
 const AGREEMENT: f64 = 0.955;
@@ -35,40 +34,43 @@ struct Choice {
     gap: f32,
 }
 
-/// Compares step by step; a parting counts with the larger of the two gaps.
-fn check_agreement(name: &str, ours: &[Choice], theirs: &[Choice]) {
+/// Compares step by step; a parting counts with the larger of the two gaps, unless the `witness` chose as we did:
+/// then the peer parts from another implementation too, and the gap says nothing of us.
+fn check_agreement(name: &str, ours: &[Choice], theirs: &[Choice], witness: Option<&[Choice]>) {
     assert_eq!(ours.len(), theirs.len());
-    let partings: Vec<f32> = ours
-        .iter()
-        .zip(theirs)
-        .filter(|(ours, theirs)| ours.token_id != theirs.token_id)
-        .map(|(ours, theirs)| ours.gap.max(theirs.gap))
-        .collect();
+    let partings: Vec<usize> = (0..ours.len()).filter(|&step| ours[step].token_id != theirs[step].token_id).collect();
     let agreement = 1.0 - partings.len() as f64 / ours.len() as f64;
-    let largest = partings.iter().copied().fold(0.0, f32::max);
+    let largest = partings
+        .iter()
+        .filter(|&&step| witness.is_none_or(|witness| witness[step].token_id != ours[step].token_id))
+        .map(|&step| ours[step].gap.max(theirs[step].gap))
+        .fold(0.0, f32::max);
     println!("{name}: {:.1} % of {} steps agree, largest gap at a parting {largest:.3}", agreement * 100.0, ours.len());
     assert!(agreement >= AGREEMENT, "{name}: only {:.1} % of {} steps agree", agreement * 100.0, ours.len());
     assert!(largest < LARGEST_GAP, "{name}: parts at a gap of {largest} nats");
 }
 
-async fn passages(client: &Client) -> Vec<Vec<u32>> {
-    let mut sequences = Vec::new();
-    for passage in PASSAGES {
-        let mut ids = client.tokenize(passage).await.unwrap();
-        assert!(ids.len() >= FIRST + STEPS - 1, "{} tokens: {passage}", ids.len());
-        ids.truncate(FIRST + STEPS - 1);
-        sequences.push(ids);
+/// A prompt with its continuation; the choices of the last [`STEPS`] prefixes are compared.
+struct Passage {
+    ids: Vec<u32>,
+    num_prompt_tokens: usize,
+}
+
+impl Passage {
+    /// Lengths of the prefixes after which a choice is compared.
+    fn lengths(&self) -> std::ops::Range<usize> {
+        self.num_prompt_tokens..self.ids.len()
     }
-    sequences
 }
 
 /// Every prefix as a request of its own, those of a passage at once.
-async fn our_choices(client: &Client, sequences: &[Vec<u32>]) -> Vec<Choice> {
+async fn our_choices(client: &Client, passages: &[Passage]) -> Vec<Choice> {
     let mut choices = Vec::new();
-    for ids in sequences {
-        let steps: Vec<_> = (FIRST..=ids.len())
+    for passage in passages {
+        let steps: Vec<_> = passage
+            .lengths()
             .map(|length| {
-                let (client, request) = (client.clone(), greedy(tokens(&ids[..length]), 1));
+                let (client, request) = (client.clone(), greedy(tokens(&passage.ids[..length]), 1));
                 tokio::spawn(async move { client.generate(request).await })
             })
             .collect();
@@ -80,7 +82,8 @@ async fn our_choices(client: &Client, sequences: &[Vec<u32>]) -> Vec<Choice> {
     choices
 }
 
-fn llama_cpp_choices(sequences: &[Vec<u32>]) -> Vec<Choice> {
+/// Greedy choices of each prompt's continuation.
+fn llama_cpp_choices(prompts: &[Vec<u32>]) -> Vec<Vec<Choice>> {
     let script = environment::repository().join("tests/python/llama_cpp.py");
     let mut python = Command::new(environment::python().unwrap())
         .arg(script)
@@ -89,24 +92,25 @@ fn llama_cpp_choices(sequences: &[Vec<u32>]) -> Vec<Choice> {
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    let task = json!({ "model": environment::model().unwrap(), "sequences": sequences, "first": FIRST });
+    let task = json!({ "model": environment::model().unwrap(), "prompts": prompts, "steps": STEPS });
     python.stdin.take().unwrap().write_all(task.to_string().as_bytes()).unwrap();
     let ended = python.wait_with_output().unwrap();
     assert!(ended.status.success(), "llama.cpp failed");
     let choices: Vec<Vec<(u32, f32)>> = serde_json::from_slice(&ended.stdout).unwrap();
-    choices.into_iter().flatten().map(|(token_id, gap)| Choice { token_id, gap }).collect()
+    let choice = |(token_id, gap)| Choice { token_id, gap };
+    choices.into_iter().map(|steps| steps.into_iter().map(choice).collect()).collect()
 }
 
-fn candle_choices(sequences: &[Vec<u32>]) -> Vec<Choice> {
+fn candle_choices(passages: &[Passage]) -> Vec<Choice> {
     let mut file = BufReader::new(File::open(environment::model().unwrap()).unwrap());
     let content = Content::read(&mut file).unwrap();
     let device = Device::Cpu;
     let mut model = ModelWeights::from_gguf(content, &mut file, &device).unwrap();
     let mut choices = Vec::new();
-    for ids in sequences {
+    for passage in passages {
         let mut done = 0;
-        for length in FIRST..=ids.len() {
-            let input = Tensor::new(&ids[done..length], &device).unwrap().unsqueeze(0).unwrap();
+        for length in passage.lengths() {
+            let input = Tensor::new(&passage.ids[done..length], &device).unwrap().unsqueeze(0).unwrap();
             let logits: Vec<f32> = model.forward(&input, done).unwrap().squeeze(0).unwrap().to_vec1().unwrap();
             done = length;
             let mut order: Vec<u32> = (0..logits.len() as u32).collect();
@@ -123,10 +127,24 @@ fn candle_choices(sequences: &[Vec<u32>]) -> Vec<Choice> {
 async fn whole_model_agrees_with_llama_cpp_and_candle() {
     let cluster = Cluster::start(Layout { tensor: 1, pipeline: 1, threads: 2 }).unwrap();
     let client = cluster.client().await.unwrap();
-    let sequences = passages(&client).await;
-    let ours = our_choices(&client, &sequences).await;
+    let mut prompts = Vec::new();
+    for prompt in PROMPTS {
+        prompts.push(client.tokenize(prompt).await.unwrap());
+    }
+    let llama_cpp = llama_cpp_choices(&prompts);
+    let passages: Vec<Passage> = prompts
+        .into_iter()
+        .zip(&llama_cpp)
+        .map(|(mut ids, choices)| {
+            let num_prompt_tokens = ids.len();
+            ids.extend(choices.iter().map(|choice| choice.token_id));
+            Passage { ids, num_prompt_tokens }
+        })
+        .collect();
+    let ours = our_choices(&client, &passages).await;
     assert_eq!(ours.len(), 500);
     drop(cluster);
-    check_agreement("llama.cpp", &ours, &llama_cpp_choices(&sequences));
-    check_agreement("candle", &ours, &candle_choices(&sequences));
+    let llama_cpp = llama_cpp.concat();
+    check_agreement("llama.cpp", &ours, &llama_cpp, None);
+    check_agreement("candle", &ours, &candle_choices(&passages), Some(&llama_cpp));
 }
