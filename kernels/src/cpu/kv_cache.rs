@@ -140,6 +140,9 @@ impl CpuKvCache {
 /// Zeroed vectors of sixteen halves on a 64-byte border, straight from the allocator, so that untouched pages stay
 /// with the system.
 struct Halves {
+    /// What the allocator gave.
+    memory: std::ptr::NonNull<u8>,
+    /// The first 64-byte border in it.
     start: std::ptr::NonNull<[u16; LANES]>,
     len: usize,
 }
@@ -150,17 +153,19 @@ unsafe impl Send for Halves {}
 unsafe impl Sync for Halves {}
 
 impl Halves {
+    /// Two vectors more than `len`, room to reach a 64-byte border: the system allocator zeroes memory by hand, and so
+    /// touches every page, where more than 16 bytes of alignment are asked for.
     fn layout(len: usize) -> Option<Layout> {
-        Layout::array::<[u16; LANES]>(len).ok()?.align_to(64).ok()
+        Layout::array::<[u16; LANES]>(len.checked_add(2)?).ok()?.align_to(16).ok()
     }
 
     fn zeroed(len: usize) -> Option<Self> {
-        if len == 0 {
-            return Some(Self { start: std::ptr::NonNull::dangling(), len });
-        }
         // SAFETY: the layout is not of size 0.
-        let start = unsafe { alloc_zeroed(Self::layout(len)?) };
-        Some(Self { start: std::ptr::NonNull::new(start.cast())?, len })
+        let memory = std::ptr::NonNull::new(unsafe { alloc_zeroed(Self::layout(len)?) })?;
+        // SAFETY: a multiple of 16 is at most 48 bytes before a 64-byte border, and the layout holds 64 bytes more
+        // than `len` vectors.
+        let start = unsafe { memory.add(memory.align_offset(64)) }.cast();
+        Some(Self { memory, start, len })
     }
 
     fn get(&self) -> &[[u16; LANES]] {
@@ -176,9 +181,9 @@ impl Halves {
 
 impl Drop for Halves {
     fn drop(&mut self) {
-        if let (1.., Some(layout)) = (self.len, Self::layout(self.len)) {
+        if let Some(layout) = Self::layout(self.len) {
             // SAFETY: allocated in `zeroed` with this layout.
-            unsafe { dealloc(self.start.as_ptr().cast(), layout) };
+            unsafe { dealloc(self.memory.as_ptr(), layout) };
         }
     }
 }
