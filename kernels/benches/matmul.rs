@@ -109,7 +109,6 @@ fn smollm2(criterion: &mut Criterion) {
     for num_tokens in [1, PROMPT_TOKENS] {
         let input = device.tensor(num_tokens, HIDDEN).unwrap();
         let mut hidden = device.tensor(num_tokens, HIDDEN).unwrap();
-        let mut partial = device.partial(num_tokens, HIDDEN).unwrap();
         let mut qkv = device.tensor(num_tokens, 960).unwrap();
         let mut intermediate = device.tensor(num_tokens, INTERMEDIATE).unwrap();
         group.throughput(Throughput::Elements(num_tokens as u64));
@@ -118,11 +117,15 @@ fn smollm2(criterion: &mut Criterion) {
                 device.step(|device| -> Result<(), KernelError> {
                     for layer in &layers {
                         device.matmul(num_tokens, &layer.qkv, &input, Epilogue::Store, &mut qkv)?;
-                        device.matmul_partial(num_tokens, &layer.attention_output, &input, &mut partial)?;
-                        device.add_partial(num_tokens, &mut partial, &mut hidden, |_| Ok::<_, KernelError>(()))?;
+                        device.matmul_add::<KernelError>(
+                            num_tokens,
+                            &layer.attention_output,
+                            &input,
+                            &mut hidden,
+                            None,
+                        )?;
                         device.matmul(num_tokens, &layer.gate_up, &input, Epilogue::SwiGlu, &mut intermediate)?;
-                        device.matmul_partial(num_tokens, &layer.down, &intermediate, &mut partial)?;
-                        device.add_partial(num_tokens, &mut partial, &mut hidden, |_| Ok::<_, KernelError>(()))?;
+                        device.matmul_add::<KernelError>(num_tokens, &layer.down, &intermediate, &mut hidden, None)?;
                     }
                     device.matmul(1, &head, &input, Epilogue::Store, &mut logits)
                 })

@@ -35,13 +35,15 @@ pub struct KvCacheSpec {
     pub head_dim: usize,
 }
 
+/// Replaces this rank's share of sums, `[num_tokens, width]`, by the sums over all ranks: the same bits on each of them.
+/// In f64, so that neither the order of summation nor where the terms were cut shows in the f32 that a device with such
+/// sums rounds them to.
+pub type AllReduce<'a, E> = &'a mut dyn FnMut(&mut [f64]) -> Result<(), E>;
+
 /// One compute device. Tensors are row-major f32 `[num_tokens, width]`; a call uses the first `num_tokens` rows.
 pub trait Device: Send + 'static {
     /// Activations, `[max_tokens, width]`.
     type Tensor: Send;
-    /// A rank's share of sums over all ranks, `[max_tokens, width]`: f64, so that neither the order of summation nor
-    /// where the terms were cut shows in the f32 that the sum is rounded to.
-    type Partial: Send;
     /// A linear layer (or an embedding table): one or more quantized matrices in the device's own layout.
     type Linear: Send;
     /// Keys and values of all layers held here, in f16.
@@ -55,12 +57,6 @@ pub trait Device: Send + 'static {
     /// # Errors
     /// [`KernelError::Device`] if memory is short.
     fn tensor(&self, max_tokens: usize, width: usize) -> Result<Self::Tensor, KernelError>;
-
-    /// A zeroed partial `[max_tokens, width]`.
-    ///
-    /// # Errors
-    /// [`KernelError::Device`] if memory is short.
-    fn partial(&self, max_tokens: usize, width: usize) -> Result<Self::Partial, KernelError>;
 
     /// A vector `[1, values.len()]`, such as a norm's weight.
     ///
@@ -124,30 +120,18 @@ pub trait Device: Send + 'static {
         output: &mut Self::Tensor,
     ) -> Result<(), KernelError>;
 
-    /// `output = input × weightᵀ` for the first `num_tokens` rows, of columns that may be a part of all: products of
-    /// blocks of 32 columns are rounded to f32 and added in f64.
+    /// `hidden += all_reduce(input × weightᵀ)` for the first `num_tokens` rows: a row-parallel layer and the residual.
+    /// `None`: this rank holds all the columns.
     ///
     /// # Errors
-    /// [`KernelError`] if the call does not pass its checks.
-    fn matmul_partial(
+    /// What `all_reduce` returns, or [`KernelError`] if the call does not pass its checks.
+    fn matmul_add<E: From<KernelError>>(
         &mut self,
         num_tokens: usize,
         weight: &Self::Linear,
         input: &Self::Tensor,
-        output: &mut Self::Partial,
-    ) -> Result<(), KernelError>;
-
-    /// `hidden += all_reduce(partial)` for the first `num_tokens` rows, rounded once. The host replaces the values
-    /// that it is handed by their sums over the ranks; one rank leaves them as they are.
-    ///
-    /// # Errors
-    /// What `all_reduce` returns, or [`KernelError`] if the call does not pass its checks.
-    fn add_partial<E: From<KernelError>>(
-        &mut self,
-        num_tokens: usize,
-        partial: &mut Self::Partial,
         hidden: &mut Self::Tensor,
-        all_reduce: impl FnOnce(&mut [f64]) -> Result<(), E>,
+        all_reduce: Option<AllReduce<'_, E>>,
     ) -> Result<(), E>;
 
     /// Rotates queries (in place) and keys, and stores keys and values in the cache.

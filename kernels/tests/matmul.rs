@@ -16,6 +16,7 @@ use lockstep_formats::GgmlType;
 use lockstep_kernels::{
     Device, KernelError,
     cpu::{CpuDevice, CpuTensor, Level},
+    device::AllReduce,
     ops::{Epilogue, HostMatrix},
     quant::dequantize,
     reference::matmul::{matmul, round_activations},
@@ -171,15 +172,20 @@ fn cut(matrix: &HostMatrix, columns: Range<usize>) -> HostMatrix {
     HostMatrix { columns: columns.len(), bytes, ..matrix.clone() }
 }
 
-/// The device's partial product of columns `columns`.
-fn run_partial(device: &mut CpuDevice, matrix: &HostMatrix, input: &[f32], columns: Range<usize>) -> CpuTensor<f64> {
+/// The device's share of the product that columns `columns` give.
+fn share(device: &mut CpuDevice, matrix: &HostMatrix, input: &[f32], columns: Range<usize>) -> Vec<f64> {
     let linear = device.linear(vec![cut(matrix, columns.clone())]).unwrap();
     let rows = input.chunks_exact(matrix.columns);
     let values: Vec<f32> = rows.flat_map(|row| &row[columns.clone()]).copied().collect();
     let input = tensor(device, columns.len(), &values);
-    let mut output = device.partial(input.max_tokens(), matrix.rows).unwrap();
-    device.matmul_partial(input.max_tokens(), &linear, &input, &mut output).unwrap();
-    output
+    let mut hidden = device.tensor(input.max_tokens(), matrix.rows).unwrap();
+    let mut share = Vec::new();
+    let mut keep = |sums: &mut [f64]| {
+        share.extend_from_slice(sums);
+        Ok::<_, KernelError>(())
+    };
+    device.matmul_add(input.max_tokens(), &linear, &input, &mut hidden, Some(&mut keep)).unwrap();
+    share
 }
 
 /// Ranks that hold parts of the columns add up to the same bits as one that holds all, alone and in batches.
@@ -193,30 +199,35 @@ fn cuts_of_the_columns_change_no_bit_of_the_stream() {
             let input = random_values(13 * COLUMNS, 5);
             let stream = random_values(13 * 37, 6);
             let block = ggml_type.block_elements().max(32);
-            let mut whole = run_partial(&mut device, &matrix, &input, 0..COLUMNS);
+            let whole = share(&mut device, &matrix, &input, 0..COLUMNS);
             let exact = matmul(std::slice::from_ref(&matrix), &input, Epilogue::Store);
             let what = format!("{ggml_type} {}", level.name());
-            let products: Vec<f32> = whole.values().iter().map(|value| *value as f32).collect();
+            let products: Vec<f32> = whole.iter().map(|value| *value as f32).collect();
             check(&what, &products, &exact, QUANTIZATION);
-            let alone = run_partial(&mut device, &matrix, &input[..COLUMNS], 0..COLUMNS);
-            assert_eq!(alone.values(), &whole.values()[..37], "{what}: batches");
-            let mut expected = tensor(&device, 37, &stream);
-            device.add_partial(13, &mut whole, &mut expected, |_| Ok::<_, KernelError>(())).unwrap();
-            for num_ranks in 2..=5 {
-                let bound = |rank: usize| COLUMNS / block * rank / num_ranks * block;
-                let mut shares: Vec<_> = (0..num_ranks)
-                    .map(|rank| run_partial(&mut device, &matrix, &input, bound(rank)..bound(rank + 1)))
-                    .collect();
-                let mut sum = shares.pop().unwrap();
-                let mut hidden = tensor(&device, 37, &stream);
-                let all_reduce = |sums: &mut [f64]| {
+            let alone = share(&mut device, &matrix, &input[..COLUMNS], 0..COLUMNS);
+            assert_eq!(alone, &whole[..37], "{what}: batches");
+            let expected: Vec<f32> =
+                stream.iter().zip(&whole).map(|(value, sum)| (f64::from(*value) + sum) as f32).collect();
+            for num_ranks in 1..=5 {
+                let columns = |rank: usize| {
+                    let bound = |rank: usize| COLUMNS / block * rank / num_ranks * block;
+                    bound(rank)..bound(rank + 1)
+                };
+                let shares: Vec<_> =
+                    (1..num_ranks).map(|rank| share(&mut device, &matrix, &input, columns(rank))).collect();
+                let mut all_reduce = |sums: &mut [f64]| {
                     for share in &shares {
-                        sums.iter_mut().zip(share.values()).for_each(|(sum, value)| *sum += value);
+                        sums.iter_mut().zip(share).for_each(|(sum, value)| *sum += value);
                     }
                     Ok::<_, KernelError>(())
                 };
-                device.add_partial(13, &mut sum, &mut hidden, all_reduce).unwrap();
-                assert_eq!(hidden.values(), expected.values(), "{what}: {num_ranks} ranks");
+                let linear = device.linear(vec![cut(&matrix, columns(0))]).unwrap();
+                let own: Vec<f32> = input.chunks_exact(COLUMNS).flat_map(|row| &row[columns(0)]).copied().collect();
+                let own = tensor(&device, columns(0).len(), &own);
+                let mut hidden = tensor(&device, 37, &stream);
+                let others = (num_ranks > 1).then_some(&mut all_reduce as AllReduce<'_, KernelError>);
+                device.matmul_add(13, &linear, &own, &mut hidden, others).unwrap();
+                assert_eq!(hidden.values(), expected, "{what}: {num_ranks} ranks");
             }
         }
     }
@@ -263,13 +274,14 @@ fn wrong_shapes_are_refused() {
     assert!(device.matmul(3, &linear, &input, Epilogue::Store, &mut output).is_err());
     assert!(device.matmul(1, &linear, &narrow, Epilogue::Store, &mut output).is_err());
     assert!(device.matmul(1, &linear, &input, Epilogue::SwiGlu, &mut output).is_err());
-    let mut partial = device.partial(2, 3).unwrap();
-    assert!(device.matmul_partial(3, &linear, &input, &mut partial).is_err());
-    assert!(device.matmul_partial(1, &linear, &narrow, &mut partial).is_err());
-    assert!(device.matmul_partial(2, &linear, &input, &mut partial).is_ok());
-    assert!(device.add_partial(3, &mut partial, &mut output, |_| Ok::<_, KernelError>(())).is_err());
     let mut wide = device.tensor(2, 4).unwrap();
-    assert!(device.add_partial(2, &mut partial, &mut wide, |_| Ok::<_, KernelError>(())).is_err());
+    let mut add = |num_tokens, input: &CpuTensor, hidden: &mut CpuTensor| {
+        device.matmul_add::<KernelError>(num_tokens, &linear, input, hidden, None)
+    };
+    assert!(add(3, &input, &mut output).is_err());
+    assert!(add(1, &narrow, &mut output).is_err());
+    assert!(add(2, &input, &mut wide).is_err());
+    assert!(add(2, &input, &mut output).is_ok());
     assert!(device.embed(&linear, 0, &[0], &mut output).is_err());
     assert!(device.matmul(0, &linear, &input, Epilogue::Store, &mut output).is_ok());
     assert!(device.matmul(2, &linear, &input, Epilogue::Store, &mut output).is_ok());

@@ -2,8 +2,6 @@
 //! For: activations, weights and scratch of every operation.
 //! Invariant: a buffer starts on a 64-byte border and is initialized; a tensor holds `max_tokens * width` values.
 
-use std::marker::PhantomData;
-
 use crate::KernelError;
 
 /// Bytes of a cache line and of the widest vector.
@@ -59,39 +57,38 @@ impl AlignedBuffer {
     }
 }
 
-/// What tensors hold.
+/// What buffers hold.
 ///
 /// # Safety
 /// Every bit pattern is a value; size and alignment divide 64.
-pub unsafe trait Element: Copy + Send + Sync + 'static {}
+pub(crate) unsafe trait Element: Copy + Send + Sync + 'static {}
 
 // SAFETY: plain numbers of 4 bytes.
 unsafe impl Element for f32 {}
 // SAFETY: plain numbers of 8 bytes.
 unsafe impl Element for f64 {}
 
-/// Row-major `[max_tokens, width]` on a 64-byte border: activations in f32, shares of sums in f64.
-pub struct CpuTensor<V = f32> {
+/// Row-major f32 `[max_tokens, width]` on a 64-byte border.
+pub struct CpuTensor {
     buffer: AlignedBuffer,
     max_tokens: usize,
     width: usize,
-    element: PhantomData<V>,
 }
 
-impl<V: Element> CpuTensor<V> {
+impl CpuTensor {
     /// A zeroed tensor.
     ///
     /// # Errors
     /// [`KernelError::Device`] if memory is short.
     pub fn zeroed(max_tokens: usize, width: usize) -> Result<Self, KernelError> {
         let num_bytes =
-            max_tokens.checked_mul(width).and_then(|len| len.checked_mul(size_of::<V>())).ok_or_else(|| {
+            max_tokens.checked_mul(width).and_then(|len| len.checked_mul(size_of::<f32>())).ok_or_else(|| {
                 KernelError::Device {
                     device: "cpu".to_owned(),
                     what: format!("a tensor [{max_tokens}, {width}] is too large"),
                 }
             })?;
-        Ok(Self { buffer: AlignedBuffer::zeroed(num_bytes)?, max_tokens, width, element: PhantomData })
+        Ok(Self { buffer: AlignedBuffer::zeroed(num_bytes)?, max_tokens, width })
     }
 
     /// Rows.
@@ -105,12 +102,12 @@ impl<V: Element> CpuTensor<V> {
     }
 
     /// All values, `[max_tokens, width]`.
-    pub fn values(&self) -> &[V] {
+    pub fn values(&self) -> &[f32] {
         &self.buffer.values()[..self.max_tokens * self.width]
     }
 
     /// All values, `[max_tokens, width]`.
-    pub fn values_mut(&mut self) -> &mut [V] {
+    pub fn values_mut(&mut self) -> &mut [f32] {
         &mut self.buffer.values_mut()[..self.max_tokens * self.width]
     }
 
@@ -118,7 +115,7 @@ impl<V: Element> CpuTensor<V> {
     ///
     /// # Errors
     /// [`KernelError::Shape`] if there are fewer.
-    pub fn rows(&self, operation: &'static str, num_tokens: usize) -> Result<&[V], KernelError> {
+    pub fn rows(&self, operation: &'static str, num_tokens: usize) -> Result<&[f32], KernelError> {
         self.check_tokens(operation, num_tokens)?;
         Ok(&self.buffer.values()[..num_tokens * self.width])
     }
@@ -127,7 +124,7 @@ impl<V: Element> CpuTensor<V> {
     ///
     /// # Errors
     /// [`KernelError::Shape`] if there are fewer.
-    pub fn rows_mut(&mut self, operation: &'static str, num_tokens: usize) -> Result<&mut [V], KernelError> {
+    pub fn rows_mut(&mut self, operation: &'static str, num_tokens: usize) -> Result<&mut [f32], KernelError> {
         self.check_tokens(operation, num_tokens)?;
         Ok(&mut self.buffer.values_mut()[..num_tokens * self.width])
     }

@@ -3,7 +3,6 @@
 //! Invariant: this file only delegates: each operation is a file of its own over plain slices and the [`team`].
 //! Not here: what the operations mean (`ops`), what the blocks mean (`quant`).
 
-pub mod add_partial;
 pub mod attention;
 pub mod gather_rows;
 mod info;
@@ -27,7 +26,7 @@ pub use team::{SharedSlice, Team};
 use self::matmul::MatmulContext;
 use crate::{
     Device, KernelError,
-    device::{DeviceInfo, KvCacheSpec},
+    device::{AllReduce, DeviceInfo, KvCacheSpec},
     ops::{Attention, Candidates, Epilogue, HostMatrix, RopeAndStore, RopeTable, SampleRow},
 };
 
@@ -75,7 +74,6 @@ impl CpuDevice {
 
 impl Device for CpuDevice {
     type Tensor = CpuTensor;
-    type Partial = CpuTensor<f64>;
     type Linear = CpuLinear;
     type KvCache = CpuKvCache;
 
@@ -84,10 +82,6 @@ impl Device for CpuDevice {
     }
 
     fn tensor(&self, max_tokens: usize, width: usize) -> Result<CpuTensor, KernelError> {
-        CpuTensor::zeroed(max_tokens, width)
-    }
-
-    fn partial(&self, max_tokens: usize, width: usize) -> Result<CpuTensor<f64>, KernelError> {
         CpuTensor::zeroed(max_tokens, width)
     }
 
@@ -150,32 +144,15 @@ impl Device for CpuDevice {
         self.matmul.matmul(&self.team, num_tokens, weight, input, epilogue, output)
     }
 
-    fn matmul_partial(
+    fn matmul_add<E: From<KernelError>>(
         &mut self,
         num_tokens: usize,
         weight: &CpuLinear,
         input: &CpuTensor,
-        output: &mut CpuTensor<f64>,
-    ) -> Result<(), KernelError> {
-        self.matmul.matmul_partial(&self.team, num_tokens, weight, input, output)
-    }
-
-    fn add_partial<E: From<KernelError>>(
-        &mut self,
-        num_tokens: usize,
-        partial: &mut CpuTensor<f64>,
         hidden: &mut CpuTensor,
-        all_reduce: impl FnOnce(&mut [f64]) -> Result<(), E>,
+        all_reduce: Option<AllReduce<'_, E>>,
     ) -> Result<(), E> {
-        let (operation, expected) = ("add_partial", partial.width());
-        if hidden.width() != expected {
-            let got = hidden.width();
-            return Err(KernelError::Shape { operation, what: "width of the hidden rows", got, expected }.into());
-        }
-        let (sums, hidden) = (partial.rows_mut(operation, num_tokens)?, hidden.rows_mut(operation, num_tokens)?);
-        all_reduce(sums)?;
-        add_partial::add_partial(&self.team, sums, expected, hidden);
-        Ok(())
+        self.matmul.matmul_add(&self.team, num_tokens, weight, input, hidden, all_reduce)
     }
 
     fn rope_and_store(

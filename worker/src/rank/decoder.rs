@@ -24,8 +24,6 @@ pub(super) struct Activations<D: Device> {
     pub attention: D::Tensor,
     /// Gated feed-forward columns held here.
     pub feed_forward: D::Tensor,
-    /// This rank's share of what is added to the stream, `hidden_size` wide.
-    pub partial: D::Partial,
 }
 
 impl<D: Device> Activations<D> {
@@ -38,7 +36,6 @@ impl<D: Device> Activations<D> {
             qkv: tensor(shape.qkv_size())?,
             attention: tensor(shape.num_heads * shape.head_dim)?,
             feed_forward: tensor(shape.intermediate_size)?,
-            partial: device.partial(max_step_tokens, shape.hidden_size)?,
         })
     }
 }
@@ -61,10 +58,8 @@ impl LayerContext<'_> {
         activations: &mut Activations<D>,
         peers: &mut RankPeers,
     ) -> Result<(), WorkerError> {
-        self.attention(device, layer, weights, cache, activations)?;
-        self.add_partial(device, activations, peers)?;
-        self.feed_forward(device, weights, activations)?;
-        self.add_partial(device, activations, peers)
+        self.attention(device, layer, weights, cache, activations, peers)?;
+        self.feed_forward(device, weights, activations, peers)
     }
 
     fn attention<D: Device>(
@@ -74,10 +69,11 @@ impl LayerContext<'_> {
         weights: &LayerWeights<D>,
         cache: &mut D::KvCache,
         activations: &mut Activations<D>,
+        peers: &mut RankPeers,
     ) -> Result<(), WorkerError> {
         let Self { shape, rope, batch } = self;
         let num_tokens = batch.num_tokens();
-        let Activations { hidden, normed, qkv, attention, partial, .. } = activations;
+        let Activations { hidden, normed, qkv, attention, .. } = activations;
         device.rms_norm(num_tokens, hidden, &weights.attention_norm, shape.rms_norm_eps, normed)?;
         device.matmul(num_tokens, &weights.qkv, normed, Epilogue::Store, qkv)?;
         let rope_and_store = RopeAndStore {
@@ -100,7 +96,7 @@ impl LayerContext<'_> {
             sequences: &batch.sequences,
         };
         device.attention(&call, qkv, cache, attention)?;
-        Ok(device.matmul_partial(num_tokens, &weights.attention_output, attention, partial)?)
+        self.add_product(device, &weights.attention_output, attention, hidden, peers)
     }
 
     fn feed_forward<D: Device>(
@@ -108,22 +104,26 @@ impl LayerContext<'_> {
         device: &mut D,
         weights: &LayerWeights<D>,
         activations: &mut Activations<D>,
-    ) -> Result<(), WorkerError> {
-        let num_tokens = self.batch.num_tokens();
-        let Activations { hidden, normed, feed_forward, partial, .. } = activations;
-        device.rms_norm(num_tokens, hidden, &weights.feed_forward_norm, self.shape.rms_norm_eps, normed)?;
-        device.matmul(num_tokens, &weights.gate_up, normed, Epilogue::SwiGlu, feed_forward)?;
-        Ok(device.matmul_partial(num_tokens, &weights.down, feed_forward, partial)?)
-    }
-
-    /// Adds the sum of all ranks' shares to the stream.
-    fn add_partial<D: Device>(
-        &self,
-        device: &mut D,
-        activations: &mut Activations<D>,
         peers: &mut RankPeers,
     ) -> Result<(), WorkerError> {
-        let Activations { hidden, partial, .. } = activations;
-        device.add_partial(self.batch.num_tokens(), partial, hidden, |sums| peers.all_reduce_sum(sums))
+        let num_tokens = self.batch.num_tokens();
+        let Activations { hidden, normed, feed_forward, .. } = activations;
+        device.rms_norm(num_tokens, hidden, &weights.feed_forward_norm, self.shape.rms_norm_eps, normed)?;
+        device.matmul(num_tokens, &weights.gate_up, normed, Epilogue::SwiGlu, feed_forward)?;
+        self.add_product(device, &weights.down, feed_forward, hidden, peers)
+    }
+
+    /// `hidden += input × weightᵀ`, summed over the ranks that share the columns.
+    fn add_product<D: Device>(
+        &self,
+        device: &mut D,
+        weight: &D::Linear,
+        input: &D::Tensor,
+        hidden: &mut D::Tensor,
+        peers: &mut RankPeers,
+    ) -> Result<(), WorkerError> {
+        let mut all_reduce = |shares: &mut [f64]| peers.all_reduce_sum(shares);
+        let is_shared = self.shape.tensor_parallel_size > 1;
+        device.matmul_add(self.batch.num_tokens(), weight, input, hidden, is_shared.then_some(&mut all_reduce))
     }
 }

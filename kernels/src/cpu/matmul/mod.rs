@@ -42,6 +42,7 @@ use super::{
 };
 use crate::{
     KernelError,
+    device::AllReduce,
     ops::{Epilogue, HostMatrix},
     quant::Encoding,
 };
@@ -121,6 +122,7 @@ pub(super) struct MatmulContext {
     quantized: AlignedBuffer,
     interleaved: AlignedBuffer,
     stacked: AlignedBuffer,
+    sums: AlignedBuffer,
 }
 
 impl MatmulContext {
@@ -130,6 +132,7 @@ impl MatmulContext {
             quantized: AlignedBuffer::zeroed(0)?,
             interleaved: AlignedBuffer::zeroed(0)?,
             stacked: AlignedBuffer::zeroed(0)?,
+            sums: AlignedBuffer::zeroed(0)?,
         })
     }
 
@@ -161,32 +164,46 @@ impl MatmulContext {
         Ok(())
     }
 
-    /// See [`Device::matmul_partial`](crate::Device::matmul_partial).
-    pub(super) fn matmul_partial(
+    /// See [`Device::matmul_add`](crate::Device::matmul_add). Each value of the stream is rounded once, after the sum over
+    /// all columns of all ranks, which is taken in f64 of products of blocks of 32 columns.
+    pub(super) fn matmul_add<E: From<KernelError>>(
         &mut self,
         team: &Team,
         num_tokens: usize,
         weight: &CpuLinear,
         input: &CpuTensor,
-        output: &mut CpuTensor<f64>,
-    ) -> Result<(), KernelError> {
-        let output = self.prepare(team, num_tokens, weight, input, output, weight.rows)?;
-        if !output.is_empty() {
-            Call::new(self, weight, num_tokens).run(team, output, self.kernels.partial_product);
+        hidden: &mut CpuTensor,
+        all_reduce: Option<AllReduce<'_, E>>,
+    ) -> Result<(), E> {
+        let hidden = self.prepare(team, num_tokens, weight, input, hidden, weight.rows)?;
+        let mut buffer = std::mem::replace(&mut self.sums, AlignedBuffer::zeroed(0)?);
+        grow(&mut buffer, size_of_val(hidden) * (size_of::<f64>() / size_of::<f32>()))?;
+        let sums = &mut buffer.values_mut::<f64>()[..hidden.len()];
+        if !sums.is_empty() {
+            Call::new(self, weight, num_tokens).run(team, sums, self.kernels.partial_product);
         }
+        if let Some(all_reduce) = all_reduce {
+            all_reduce(sums)?;
+        }
+        team.for_rows(hidden, weight.rows, 1, &|row, hidden| {
+            for (value, sum) in hidden.iter_mut().zip(&sums[row * weight.rows..]) {
+                *value = (f64::from(*value) + sum) as f32;
+            }
+        });
+        self.sums = buffer;
         Ok(())
     }
 
     /// Checks the shapes, lays the activations out in tiles, and returns the outputs.
-    fn prepare<'a, V: Element>(
+    fn prepare<'a>(
         &mut self,
         team: &Team,
         num_tokens: usize,
         weight: &CpuLinear,
         input: &CpuTensor,
-        output: &'a mut CpuTensor<V>,
+        output: &'a mut CpuTensor,
         width: usize,
-    ) -> Result<&'a mut [V], KernelError> {
+    ) -> Result<&'a mut [f32], KernelError> {
         if input.width() != weight.columns {
             return Err(shape("width of the input", input.width(), weight.columns));
         }
