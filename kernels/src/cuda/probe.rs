@@ -1,0 +1,123 @@
+//! Which CUDA libraries and GPUs this machine has, without a panic where there is none.
+//! For: choosing a device, and everything that is about to call one of the libraries.
+//! Invariant: `cudarc` panics when a library is absent, so nothing calls one that was not found here first.
+
+use std::sync::OnceLock;
+
+use cudarc::{cublaslt, driver, nccl, nvrtc};
+
+use crate::KernelError;
+
+/// Oldest driver: cubins of NVRTC 13 need one that knows CUDA 13, those of NVRTC 12 one that knows CUDA 12.
+const OLDEST_DRIVER: i32 = 12_000;
+
+/// A library that the CUDA device opens at run time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Library {
+    /// `libcuda`, part of the driver.
+    Driver,
+    /// `libnvrtc`, which compiles the kernels.
+    Nvrtc,
+    /// `libcublasLt`, for matrices that are not quantized.
+    CublasLt,
+    /// `libnccl`, for collectives between GPUs.
+    Nccl,
+}
+
+impl Library {
+    /// File name without its ending.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Driver => "libcuda",
+            Self::Nvrtc => "libnvrtc",
+            Self::CublasLt => "libcublasLt",
+            Self::Nccl => "libnccl",
+        }
+    }
+
+    /// Whether the system's loader finds it. The answer is kept.
+    pub fn is_present(self) -> bool {
+        static FOUND: [OnceLock<bool>; 4] = [const { OnceLock::new() }; 4];
+        // SAFETY: loading these libraries runs their initializers, which have no preconditions.
+        let probe = move || unsafe {
+            match self {
+                Self::Driver => driver::sys::is_culib_present(),
+                Self::Nvrtc => nvrtc::sys::is_culib_present(),
+                Self::CublasLt => cublaslt::sys::is_culib_present(),
+                Self::Nccl => nccl::sys::is_culib_present(),
+            }
+        };
+        *FOUND[self as usize].get_or_init(probe)
+    }
+
+    /// Refuses to go on without it.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] naming the library and who would bring it.
+    pub fn require(self) -> Result<(), KernelError> {
+        if self.is_present() {
+            return Ok(());
+        }
+        let source = match self {
+            Self::Driver => "the NVIDIA driver",
+            Self::Nvrtc | Self::CublasLt => "the CUDA toolkit or its runtime packages",
+            Self::Nccl => "NCCL",
+        };
+        Err(error(format!("{} is not found: it comes with {source}; LD_LIBRARY_PATH may name its folder", self.name())))
+    }
+}
+
+/// GPUs of this machine that the driver shows.
+///
+/// # Errors
+/// [`KernelError::Device`] if there is no driver, it is too old, it fails, or NVRTC is missing.
+pub fn num_devices() -> Result<usize, KernelError> {
+    Library::Driver.require()?;
+    driver::result::init().map_err(|code| error(format!("the driver does not start: {}", describe(code))))?;
+    let mut version = 0;
+    // SAFETY: the pointer is to a local; the library is present.
+    unsafe { driver::sys::cuDriverGetVersion(&raw mut version) }
+        .result()
+        .map_err(|code| error(format!("the driver does not tell its version: {}", describe(code))))?;
+    if version < OLDEST_DRIVER {
+        return Err(error(format!(
+            "the driver supports CUDA {}, expected {} or newer",
+            version_name(version),
+            version_name(OLDEST_DRIVER)
+        )));
+    }
+    Library::Nvrtc.require()?;
+    let count = driver::result::device::get_count().map_err(|code| error(describe(code)))?;
+    usize::try_from(count).ok().filter(|count| *count > 0).ok_or_else(|| error("the driver shows no GPU".to_owned()))
+}
+
+/// `12080` → `12.8`.
+fn version_name(version: i32) -> String {
+    format!("{}.{}", version / 1000, version % 1000 / 10)
+}
+
+/// Name and text of a driver's code.
+pub(super) fn describe(code: driver::DriverError) -> String {
+    match (code.error_name(), code.error_string()) {
+        (Ok(name), Ok(text)) => format!("{} ({})", name.to_string_lossy(), text.to_string_lossy()),
+        _ => format!("code {}", code.0 as u32),
+    }
+}
+
+fn error(what: String) -> KernelError {
+    KernelError::Device { device: "cuda".to_owned(), what }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_driver_is_an_error_that_names_it() {
+        if !Library::Driver.is_present() {
+            let message = num_devices().unwrap_err().to_string();
+            assert!(message.contains("libcuda is not found"), "{message}");
+        }
+        assert_eq!(version_name(12_080), "12.8");
+    }
+}

@@ -1,0 +1,25 @@
+//! The device code, embedded: every `kernels/cuda/*.cu` and the headers that they share.
+//! For: the compiler, and the test that compiles all of it for all architectures without a GPU.
+//! Invariant: sources include nothing but these headers, so a machine needs no CUDA headers to run them.
+
+use super::rms_norm;
+
+/// One `.cu` file. An operation's launcher holds its source.
+#[derive(Debug)]
+pub struct Source {
+    /// File name in `kernels/cuda`.
+    pub name: &'static str,
+    /// Its text.
+    pub text: &'static str,
+    /// Sets of options (`-DNAME=VALUE`) with which CI compiles it: all that launchers use, or typical ones.
+    pub variants: &'static [&'static [&'static str]],
+}
+
+/// Every source. A test compares the list with the folder.
+pub const SOURCES: &[&Source] = &[&rms_norm::SOURCE];
+
+/// Shared headers, by the name that sources include.
+pub const HEADERS: &[(&str, &str)] = &[
+    ("launch.cuh", include_str!("../../cuda/include/launch.cuh")),
+    ("reduce.cuh", include_str!("../../cuda/include/reduce.cuh")),
+];

@@ -1,0 +1,84 @@
+//! Memory, kernels and graphs of the CUDA device on a GPU.
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used, missing_docs, reason = "a failure is what a test reports")]
+
+mod gpu;
+
+use lockstep_kernels::{
+    KernelError,
+    cuda::{DeviceBuffer, Gpu, Graph, KernelCache, Launch, PinnedBuffer, ScratchBuffer, sources::Source},
+};
+
+static SOURCE: Source = Source {
+    name: "test.cu",
+    text: "#include \"launch.cuh\"
+extern \"C\" __global__ void add(uint32_t* values, uint32_t len, uint32_t summand) {
+    allow_next();
+    wait_for_previous();
+    uint32_t index = blockIdx.x * blockDim.x + threadIdx.x;
+    if (index < len) values[index] += summand + STEP;
+}",
+    variants: &[],
+};
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn a_chain_of_overlapping_launches_is_ordered_and_replayed() {
+    const LEN: u32 = 1 << 20;
+    let gpu = gpu::open();
+    let kernel = gpu.kernel(&SOURCE, &["-DSTEP=1".to_owned()], "add").unwrap();
+    let values = DeviceBuffer::zeroed(&gpu, LEN as usize * 4).unwrap();
+    let chain = || -> Result<(), KernelError> {
+        for summand in 0..50 {
+            let arguments = [(&values).into(), LEN.into(), u32::into(summand)];
+            // SAFETY: the kernel's arguments; it checks the length.
+            unsafe { kernel.launch(&gpu, Launch::blocks(LEN / 256, 256), &arguments) }?;
+        }
+        Ok(())
+    };
+    chain().unwrap();
+    let graph = Graph::record(&gpu, chain).unwrap();
+    for _ in 0..3 {
+        graph.replay().unwrap();
+    }
+    assert_eq!(gpu::download::<u32>(&values, LEN as usize), vec![4 * (49 * 50 / 2 + 50); LEN as usize]);
+    assert!(gpu.elapsed_ms(|| graph.replay()).unwrap() > 0.0);
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn a_failed_recording_leaves_the_stream_usable() {
+    let gpu = gpu::open();
+    let failed = Graph::record(&gpu, || Err(KernelError::Device { device: "test".to_owned(), what: "no".to_owned() }));
+    assert!(failed.is_err());
+    let values = gpu::upload(&gpu, &[1_u32, 2, 3]);
+    assert_eq!(gpu::download::<u32>(&values, 3), [1, 2, 3]);
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn copies_are_checked_and_scratch_is_reused() {
+    let gpu = gpu::open();
+    let mut pinned = PinnedBuffer::zeroed(&gpu, 8).unwrap();
+    pinned.bytes_mut().unwrap().copy_from_slice(&[1, 2, 3, 4, 5, 6, 7, 8]);
+    let buffer = DeviceBuffer::zeroed(&gpu, 10).unwrap();
+    buffer.write_pinned(2, &pinned, 8).unwrap();
+    assert_eq!(gpu::download::<u8>(&buffer, 10), [0, 0, 1, 2, 3, 4, 5, 6, 7, 8]);
+    assert!(buffer.write_pinned(3, &pinned, 8).is_err() && buffer.write_pinned(0, &pinned, 9).is_err());
+    assert!(buffer.write(8, &[0_u8; 3]).is_err() && buffer.read(11, &mut [0_u8; 0]).is_err());
+    let first = ScratchBuffer::new(&gpu, 10_000).unwrap().pointer();
+    let again = ScratchBuffer::new(&gpu, 11_000).unwrap();
+    assert_eq!(again.pointer(), first);
+    let statistics = gpu.pool_statistics();
+    assert_eq!((statistics.num_requests, statistics.num_hits, statistics.high_water_bytes), (2, 1, 12_288));
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn what_cannot_be_had_is_an_error_with_the_numbers() {
+    let gpu = gpu::open();
+    let message = DeviceBuffer::uninit(&gpu, 1 << 50).map(|_| ()).unwrap_err().to_string();
+    assert!(message.contains("1125899906842624 bytes") && message.contains("are free"), "{message}");
+    let message = Gpu::open(4096, KernelCache::default()).map(|_| ()).unwrap_err().to_string();
+    assert!(message.contains("4096"), "{message}");
+}
