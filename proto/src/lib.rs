@@ -3,6 +3,8 @@
 //! - [`v1`]: generated messages, clients and servers.
 //! - [`status`]: the only code that builds or reads a [`tonic::Status`].
 
+#![forbid(unsafe_code)]
+
 pub mod status;
 
 /// Generated from `proto/lockstep/v1/*.proto`; documented there.

@@ -1,5 +1,7 @@
 //! Pure planning: model shape + cluster topology + policy → shard plan. No I/O, no clock, no randomness.
 
+#![forbid(unsafe_code)]
+
 pub mod codec;
 mod cost;
 pub mod error;

@@ -4,8 +4,7 @@
 
 use std::{
     fs::File,
-    path::PathBuf,
-    process::{Child, Command, ExitStatus, Output, Stdio},
+    process::{Child, Command, ExitStatus, Stdio},
     time::{Duration, Instant},
 };
 
@@ -13,10 +12,8 @@ use anyhow::{Context, bail};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::{Client, environment};
+use crate::{Client, environment, process::PATIENCE};
 
-/// Longest wait for a cluster to serve or to end.
-const PATIENCE: Duration = Duration::from_secs(120);
 /// Between two looks.
 const POLL: Duration = Duration::from_millis(50);
 
@@ -151,17 +148,9 @@ impl Drop for Cluster {
 /// # Errors
 /// If the lock file cannot be made.
 pub fn turn() -> anyhow::Result<File> {
-    let path: PathBuf = std::env::temp_dir().join("lockstep-tests.lock");
+    let path = environment::target().join("cluster.lock");
     let file = File::options().create(true).truncate(false).write(true).open(&path);
     let file = file.with_context(|| format!("lock file {}", path.display()))?;
     file.lock()?;
     Ok(file)
-}
-
-/// Runs the binary to its end, with nothing on its standard input.
-///
-/// # Errors
-/// If it cannot be started.
-pub fn lockstep(arguments: &[&str]) -> anyhow::Result<Output> {
-    Ok(Command::new(environment::binary()?).args(arguments).stdin(Stdio::null()).output()?)
 }

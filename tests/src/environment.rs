@@ -33,13 +33,17 @@ pub fn repository() -> PathBuf {
     PathBuf::from(root)
 }
 
+/// Where cargo builds.
+pub fn target() -> PathBuf {
+    env::var_os("CARGO_TARGET_DIR").map_or_else(|| repository().join("target"), PathBuf::from)
+}
+
 /// The binary that the tests run: `LOCKSTEP_BIN`, or the release build of this workspace.
 ///
 /// # Errors
 /// If it is not built.
 pub fn binary() -> anyhow::Result<PathBuf> {
-    let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| repository().join("target"), PathBuf::from);
-    let path = env::var_os("LOCKSTEP_BIN").map_or_else(|| target.join("release/lockstep"), PathBuf::from);
+    let path = env::var_os("LOCKSTEP_BIN").map_or_else(|| target().join("release/lockstep"), PathBuf::from);
     ensure!(path.exists(), "{} is not built: run the tests with tests/run.sh", path.display());
     Ok(path)
 }

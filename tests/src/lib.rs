@@ -1,9 +1,10 @@
 //! Harness of the end-to-end tests: real processes of the one binary, a real model, clients over gRPC.
 //!
-//! - [`environment`]: where the binary, the model and Python are. [`cluster`]: processes. [`client`]: requests.
+//! - [`environment`]: where the binary, the model and Python are. [`cluster`]: `lockstep up`. [`process`]: programs that
+//!   end by themselves. [`client`]: requests.
 //!
 //! The scenarios are in `tests/tests/scenarios`. `tests/run.sh` sets up what they need.
-//! Invariants: every process that a test starts ends with the test; one cluster runs at a time on a machine, so that
+//! Invariants: every process that a test starts ends with the test; one cluster runs at a time in a checkout, so that
 //! times mean something; what is missing fails a test, nothing is skipped.
 
 #![forbid(unsafe_code)]
@@ -11,6 +12,7 @@
 pub mod client;
 pub mod cluster;
 pub mod environment;
+pub mod process;
 
 pub use client::{Client, Output};
 pub use cluster::{Cluster, Layout};

@@ -8,6 +8,8 @@
 //! - [`replica`]: puts the above together for one plan.
 //! - [`service`], [`registration`], [`config`]: gRPC, lease, settings.
 
+#![forbid(unsafe_code)]
+
 pub mod collective;
 pub mod config;
 pub mod engine;

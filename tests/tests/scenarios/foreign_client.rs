@@ -2,15 +2,16 @@
 
 use std::process::Command;
 
-use lockstep_tests::{Cluster, Layout, environment};
+use lockstep_tests::{Cluster, Layout, environment, process::finish};
 use serde_json::Value;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn python_calls_generate_by_reflection() {
     let cluster = Cluster::start(Layout::new(2, 1)).unwrap();
     let script = environment::repository().join("tests/python/foreign_client.py");
-    let python = environment::python().unwrap();
-    let ended = Command::new(python).arg(script).arg(cluster.grpc()).output().unwrap();
+    let mut python = Command::new(environment::python().unwrap());
+    python.arg(script).arg(cluster.grpc());
+    let ended = finish(python, &[]).await.unwrap();
     assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
     let report: Value = serde_json::from_slice(&ended.stdout).unwrap();
     assert_eq!(report["health"], "SERVING", "{report}");

@@ -8,7 +8,8 @@ use lockstep_tests::{
 
 use crate::prompts::PROMPTS;
 
-/// Nats below which two layouts may choose differently: the order of a few f32 sums differs.
+/// Nats below which two layouts may choose differently: sums that are taken in f64 in another order round differently
+/// now and then.
 const ROUNDING: f32 = 0.02;
 const MAX_TOKENS: u32 = 40;
 

@@ -1,7 +1,7 @@
 //! The first thing that a user does works.
 
 use lockstep_proto::v1;
-use lockstep_tests::{Cluster, Layout, client::greedy, cluster::lockstep};
+use lockstep_tests::{Cluster, Layout, client::greedy, process::lockstep};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn two_workers_answer_and_stop_cleanly() {
@@ -16,12 +16,12 @@ async fn two_workers_answer_and_stop_cleanly() {
     assert_eq!((usage.prompt_tokens, usage.completion_tokens), (5, 12));
 
     let question = ["generate", "--server", &cluster.grpc(), "--chat", "-t", "0", "-n", "24", "Why is the sky blue?"];
-    let answer = lockstep(&question).unwrap();
+    let answer = lockstep(&question).await.unwrap();
     assert!(answer.status.success(), "{answer:?}");
     assert!(String::from_utf8_lossy(&answer.stdout).contains("light"), "{answer:?}");
     assert!(String::from_utf8_lossy(&answer.stderr).contains("tokens/s"), "{answer:?}");
 
-    let status = lockstep(&["status", "--server", &cluster.grpc(), "--json"]).unwrap();
+    let status = lockstep(&["status", "--server", &cluster.grpc(), "--json"]).await.unwrap();
     let status: serde_json::Value = serde_json::from_slice(&status.stdout).unwrap();
     assert_eq!(status["workers"].as_array().unwrap().len(), 2, "{status}");
     assert_eq!(status["models"][0]["replicas"][0]["ranks"].as_array().unwrap().len(), 2, "{status}");

@@ -6,29 +6,29 @@ use std::{
     time::{Duration, Instant},
 };
 
-use lockstep_tests::{Cluster, Layout, cluster, cluster::lockstep, environment};
+use lockstep_tests::{Cluster, Layout, cluster, environment, process::lockstep};
 
-#[test]
-fn port_in_use_is_named() {
+#[tokio::test]
+async fn port_in_use_is_named() {
     let _turn = cluster::turn().unwrap();
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
     let model = environment::model().unwrap();
     let flag = format!("--grpc-port={port}");
-    let ended = lockstep(&["up", "--http-port=0", &flag, "--model", model.to_str().unwrap()]).unwrap();
+    let ended = lockstep(&["up", "--http-port=0", &flag, "--model", model.to_str().unwrap()]).await.unwrap();
     let log = String::from_utf8_lossy(&ended.stderr).into_owned() + &String::from_utf8_lossy(&ended.stdout);
     assert!(!ended.status.success());
     assert!(log.contains(&format!("cannot listen on 127.0.0.1:{port}")), "{log}");
 }
 
-#[test]
-fn truncated_model_is_named() {
+#[tokio::test]
+async fn truncated_model_is_named() {
     let _turn = cluster::turn().unwrap();
     let folder = tempfile::TempDir::new().unwrap();
     let path = folder.path().join("short.gguf");
     let mut whole = std::fs::File::open(environment::model().unwrap()).unwrap().take(5_000_000);
     std::io::copy(&mut whole, &mut std::fs::File::create(&path).unwrap()).unwrap();
-    let ended = lockstep(&["up", "--grpc-port=0", "--http-port=0", "--model", path.to_str().unwrap()]).unwrap();
+    let ended = lockstep(&["up", "--grpc-port=0", "--http-port=0", "--model", path.to_str().unwrap()]).await.unwrap();
     let log = String::from_utf8_lossy(&ended.stderr);
     assert!(!ended.status.success());
     assert!(log.contains("short.gguf"), "{log}");

@@ -1,0 +1,43 @@
+//! Programs that a test runs to their end, which never takes longer than [`PATIENCE`].
+
+use std::{
+    process::{Output, Stdio},
+    time::Duration,
+};
+
+use anyhow::Context;
+use tokio::{io::AsyncWriteExt, process::Command, time::timeout};
+
+use crate::environment;
+
+/// Longest that a program may take; one that hangs is killed.
+pub const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Runs a program with `input` on its standard input.
+///
+/// # Errors
+/// If it cannot be started or does not end in time.
+pub async fn finish(command: std::process::Command, input: &[u8]) -> anyhow::Result<Output> {
+    let name = format!("{command:?}");
+    let mut command = Command::from(command);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+    let mut child = command.spawn().with_context(|| name.clone())?;
+    let mut standard_input = child.stdin.take().context("no standard input")?;
+    let ended = async {
+        standard_input.write_all(input).await?;
+        drop(standard_input);
+        child.wait_with_output().await
+    };
+    let ended = timeout(PATIENCE, ended).await;
+    Ok(ended.with_context(|| format!("{name} does not end"))??)
+}
+
+/// Runs the binary of this workspace.
+///
+/// # Errors
+/// As [`finish`].
+pub async fn lockstep(arguments: &[&str]) -> anyhow::Result<Output> {
+    let mut command = std::process::Command::new(environment::binary()?);
+    command.args(arguments);
+    finish(command, &[]).await
+}
