@@ -38,6 +38,8 @@ say "format"
 cargo fmt --all --check
 say "lints"
 cargo clippy --release --workspace --all-targets -- -D warnings
+# The fuzz targets are a workspace of their own, which nothing above compiles.
+cargo check --release --quiet --manifest-path model/fuzz/Cargo.toml --target-dir target/fuzz
 cargo clippy --release --workspace --all-targets --features "$features" -- -D warnings
 say "documentation"
 RUSTDOCFLAGS="-D warnings" cargo doc --release --workspace --no-deps --quiet --features "$features"
