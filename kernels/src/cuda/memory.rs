@@ -194,6 +194,19 @@ pub(super) unsafe fn free(gpu: &Gpu, pointer: DevicePointer) {
     }
 }
 
+impl PartialEq for DeviceBuffer {
+    /// Whether it is the same memory.
+    fn eq(&self, other: &Self) -> bool {
+        self.pointer == other.pointer && Arc::ptr_eq(&self.gpu, &other.gpu)
+    }
+}
+
+impl std::fmt::Debug for DeviceBuffer {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(formatter, "DeviceBuffer({:#x}, {} bytes)", self.pointer.0, self.num_bytes)
+    }
+}
+
 /// Zeroed, page-locked host memory, which copies to and from the GPU without staging.
 pub struct PinnedBuffer {
     gpu: Arc<Gpu>,

@@ -7,9 +7,11 @@
 //! - [`probe`]: which libraries and GPUs are there. [`context`]: an opened GPU: its stream, its limits, its kernels.
 //! - [`sources`]: the embedded device code. [`compiler`]: NVRTC, from source to cubin. [`kernel_cache`]: cubins on disk.
 //! - [`memory`]: plain device memory and pinned host memory. [`pool`]: scratch of operations.
+//! - [`activations`]: what norms, attention and SwiGLU hand to matmuls.
 //! - [`rms_norm`] and so on: one operation a file, as in `ops`: its launcher.
 //! - [`launch`]: kernels and their arguments. [`graph`]: whole steps recorded and replayed.
 
+pub mod activations;
 pub mod compiler;
 pub mod context;
 pub mod graph;
@@ -21,6 +23,7 @@ pub mod probe;
 pub mod rms_norm;
 pub mod sources;
 
+pub use activations::{Activations, Forms, HalfType};
 pub use context::Gpu;
 pub use graph::Graph;
 pub use kernel_cache::KernelCache;

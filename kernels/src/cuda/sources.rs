@@ -20,6 +20,7 @@ pub const SOURCES: &[&Source] = &[&rms_norm::SOURCE];
 
 /// Shared headers, by the name that sources include.
 pub const HEADERS: &[(&str, &str)] = &[
+    ("activations.cuh", include_str!("../../cuda/include/activations.cuh")),
     ("launch.cuh", include_str!("../../cuda/include/launch.cuh")),
     ("reduce.cuh", include_str!("../../cuda/include/reduce.cuh")),
 ];
