@@ -64,6 +64,26 @@ impl Activations {
         })
     }
 
+    /// Refuses buffers that hold fewer rows.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    pub fn expect_tokens(&self, operation: &'static str, num_tokens: usize) -> Result<(), KernelError> {
+        if let Some(tiles) = &self.tiles {
+            let row_bytes = self.columns.div_ceil(TILE_COLUMNS) * TILE_BYTES;
+            tiles.expect_bytes(operation, "bytes of the tiles", num_tokens * row_bytes)?;
+        }
+        if let Some((_, halves)) = &self.halves {
+            let row_bytes = self.columns * size_of::<u16>();
+            halves.expect_bytes(operation, "bytes of the halves", num_tokens * row_bytes)?;
+        }
+        if let Some(values) = &self.values {
+            let row_bytes = self.columns * size_of::<f32>();
+            values.expect_bytes(operation, "bytes of the values", num_tokens * row_bytes)?;
+        }
+        Ok(())
+    }
+
     /// The structure `Activations` that kernels take by value: pass it as [`Argument::Struct`](super::Argument) of
     /// `bytemuck::bytes_of`.
     pub fn argument(&self) -> [u64; 4] {

@@ -3,7 +3,7 @@
 //! Invariant: a [`DeviceBuffer`] is one `cuMemAlloc`; copies are checked against its size and ordered by the stream.
 //! Not here: scratch of single operations ([`pool`](super::pool)).
 
-use std::{ffi::c_void, ptr::NonNull, sync::Arc};
+use std::{ffi::c_void, ops::Range, ptr::NonNull, sync::Arc};
 
 use bytemuck::{AnyBitPattern, NoUninit};
 use cudarc::driver::{result, sys::CUdeviceptr};
@@ -111,24 +111,22 @@ impl DeviceBuffer {
         self.gpu.synchronize()
     }
 
-    /// Copies the whole of `source` to byte `offset`; the copy runs beside the host.
+    /// Copies `range` of `source` to the same range of this buffer; the copy runs beside the host.
     ///
     /// # Errors
-    /// [`KernelError::OutOfRange`] if it does not fit, [`KernelError::Device`] if the driver fails.
-    pub fn write_pinned(&self, offset: usize, source: &PinnedBuffer, num_bytes: usize) -> Result<(), KernelError> {
-        self.check_range("write", offset, num_bytes)?;
-        let bytes = source.bytes().get(..num_bytes).ok_or(KernelError::OutOfRange {
-            operation: "write",
-            what: "end of a pinned range",
-            got: num_bytes,
-            limit: source.bytes().len() + 1,
-        })?;
+    /// [`KernelError::OutOfRange`] if one of them is too small, [`KernelError::Device`] if the driver fails.
+    pub fn write_pinned(&self, source: &PinnedBuffer, range: Range<usize>) -> Result<(), KernelError> {
+        self.check_range("write", range.start, range.len())?;
+        let (start, got, limit) = (range.start, range.end, source.bytes().len() + 1);
+        let what = "end of a range of pinned memory";
+        let bytes =
+            source.bytes().get(range).ok_or(KernelError::OutOfRange { operation: "write", what, got, limit })?;
         if bytes.is_empty() {
             return Ok(());
         }
         self.gpu.bind()?;
-        // SAFETY: both ranges were checked. `PinnedBuffer::bytes_mut` demands that the caller has synchronized.
-        unsafe { result::memcpy_htod_async(self.pointer.offset_bytes(offset).0, bytes, self.gpu.stream().cu_stream()) }
+        // SAFETY: both ranges were checked; the source is not changed or freed before the stream is synchronized.
+        unsafe { result::memcpy_htod_async(self.pointer.offset_bytes(start).0, bytes, self.gpu.stream().cu_stream()) }
             .map_err(self.gpu.failed("cuMemcpyHtoDAsync"))
     }
 

@@ -8,24 +8,31 @@
 //! - [`sources`]: the embedded device code. [`compiler`]: NVRTC, from source to cubin. [`kernel_cache`]: cubins on disk.
 //! - [`memory`]: plain device memory and pinned host memory. [`pool`]: scratch of operations.
 //! - [`activations`]: what norms, attention and SwiGLU hand to matmuls.
-//! - [`rms_norm`] and so on: one operation a file, as in `ops`: its launcher.
+//! - [`rms_norm`] and so on: one operation a file, as in `ops`. Each has a call, which holds all that decides the launch
+//!   and shares its buffers, and a launcher. Equal calls are equal launches: that is how a recorded step is recognized.
+//! - [`inputs`]: what changes from step to step, sent in one copy.
 //! - [`launch`]: kernels and their arguments. [`graph`]: whole steps recorded and replayed.
 
 pub mod activations;
+pub mod add;
 pub mod compiler;
 pub mod context;
+pub mod gather_rows;
 pub mod graph;
+pub mod inputs;
 pub mod kernel_cache;
 pub mod launch;
 pub mod memory;
 pub mod pool;
 pub mod probe;
 pub mod rms_norm;
+pub mod sample;
 pub mod sources;
 
 pub use activations::{Activations, Forms, HalfType};
 pub use context::Gpu;
 pub use graph::Graph;
+pub use inputs::{InputSlice, StepInputs};
 pub use kernel_cache::KernelCache;
 pub use launch::{Argument, Kernel, Launch};
 pub use memory::{DeviceBuffer, DevicePointer, PinnedBuffer};

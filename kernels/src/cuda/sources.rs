@@ -2,7 +2,7 @@
 //! For: the compiler, and the test that compiles all of it for all architectures without a GPU.
 //! Invariant: sources include nothing but these headers, so a machine needs no CUDA headers to run them.
 
-use super::rms_norm;
+use super::{add, gather_rows, rms_norm, sample};
 
 /// One `.cu` file. An operation's launcher holds its source.
 #[derive(Debug)]
@@ -16,11 +16,13 @@ pub struct Source {
 }
 
 /// Every source. A test compares the list with the folder.
-pub const SOURCES: &[&Source] = &[&rms_norm::SOURCE];
+pub const SOURCES: &[&Source] = &[&add::SOURCE, &gather_rows::SOURCE, &rms_norm::SOURCE, &sample::SOURCE];
 
 /// Shared headers, by the name that sources include.
 pub const HEADERS: &[(&str, &str)] = &[
     ("activations.cuh", include_str!("../../cuda/include/activations.cuh")),
+    ("gumbel.cuh", include_str!("../../cuda/include/gumbel.cuh")),
     ("launch.cuh", include_str!("../../cuda/include/launch.cuh")),
+    ("ordered.cuh", include_str!("../../cuda/include/ordered.cuh")),
     ("reduce.cuh", include_str!("../../cuda/include/reduce.cuh")),
 ];
