@@ -269,11 +269,10 @@ impl Loading<'_> {
                 rank: *rank,
                 num_local_ranks: local_ranks.len(),
                 spec: self.spec.clone(),
-                checkpoint: self.checkpoint.clone(),
                 listener: self.links.clone(),
                 health: self.health.clone(),
             };
-            threads.push(thread.spawn(orders, events.clone())?);
+            threads.push(thread.spawn(self.checkpoint.clone(), orders, events.clone())?);
         }
         drop(events);
         let control = self.follow(&loaded, local_ranks.len(), progress)?;
