@@ -220,7 +220,7 @@ impl Replica {
     /// Ends the threads and closes the links; running sequences end with `reason` as the problem. Blocks until the step
     /// that is being computed reaches its next collective or its end.
     pub fn stop(&self, reason: &str) {
-        self.health.fail(reason);
+        self.health.end(reason);
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         for thread in threads {
             // A panic there was reported by its guard.
