@@ -98,3 +98,8 @@ impl Activations {
         ]
     }
 }
+
+/// Bytes of a token's tiles.
+pub(super) fn tile_row_bytes(columns: usize) -> usize {
+    columns.div_ceil(TILE_COLUMNS) * TILE_BYTES
+}

@@ -22,6 +22,7 @@ pub mod graph;
 pub mod inputs;
 pub mod kernel_cache;
 pub mod launch;
+pub mod matmul;
 pub mod memory;
 pub mod pool;
 pub mod probe;

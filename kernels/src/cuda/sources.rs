@@ -2,7 +2,11 @@
 //! For: the compiler, and the test that compiles all of it for all architectures without a GPU.
 //! Invariant: sources include nothing but these headers, so a machine needs no CUDA headers to run them.
 
-use super::{add, gather_rows, rms_norm, sample};
+use super::{
+    add, gather_rows,
+    matmul::{embed, matvec, plain, swiglu},
+    rms_norm, sample,
+};
 
 /// One `.cu` file. An operation's launcher holds its source.
 #[derive(Debug)]
@@ -16,13 +20,25 @@ pub struct Source {
 }
 
 /// Every source. A test compares the list with the folder.
-pub const SOURCES: &[&Source] = &[&add::SOURCE, &gather_rows::SOURCE, &rms_norm::SOURCE, &sample::SOURCE];
+pub const SOURCES: &[&Source] = &[
+    &add::SOURCE,
+    &embed::SOURCE,
+    &gather_rows::SOURCE,
+    &matvec::SOURCE,
+    &plain::SOURCE,
+    &rms_norm::SOURCE,
+    &sample::SOURCE,
+    &swiglu::SOURCE,
+];
 
 /// Shared headers, by the name that sources include.
 pub const HEADERS: &[(&str, &str)] = &[
     ("activations.cuh", include_str!("../../cuda/include/activations.cuh")),
     ("gumbel.cuh", include_str!("../../cuda/include/gumbel.cuh")),
     ("launch.cuh", include_str!("../../cuda/include/launch.cuh")),
+    ("layer.cuh", include_str!("../../cuda/include/layer.cuh")),
     ("ordered.cuh", include_str!("../../cuda/include/ordered.cuh")),
+    ("plain.cuh", include_str!("../../cuda/include/plain.cuh")),
     ("reduce.cuh", include_str!("../../cuda/include/reduce.cuh")),
+    ("weights.cuh", include_str!("../../cuda/include/weights.cuh")),
 ];

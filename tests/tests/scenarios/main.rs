@@ -7,7 +7,6 @@ mod bad_input;
 mod cancellation;
 mod continuous_batching;
 mod foreign_client;
-mod memory;
 mod oracle;
 mod prompts;
 mod sharded_parity;

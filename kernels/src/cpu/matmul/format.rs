@@ -4,9 +4,8 @@
 //! Invariant: values take about the file's bits. A row group is its quants (bit planes, for each 32 columns), then its
 //! scales (for each 32 or 256 columns), 64-byte aligned as a whole; rows past the end are zeros.
 //!
-//! Element `k` of row `r` in a block of 32 columns is byte `4r + k % 4` of vector `j = k / 4` (of 8). Planes of a block,
-//! 64 bytes each: 8 bits: vector `j`. Low 4 bits: plane `j % 4`, nibble `j / 4`. Low 2 bits: plane `j % 2`, bits
-//! `2 (j / 2)..`. Then the high bits: bit `j` of one plane (3 and 5 bits), or two more planes of 2 bits (6 bits).
+//! Element `k` of row `r` in a block of 32 columns is byte `4r + k % 4` of vector `j = k / 4` (of 8). A plane is 64 bytes,
+//! 4 of each row: the words that `quant::planes` makes of the row's block.
 
 use lockstep_formats::GgmlType;
 

@@ -10,7 +10,7 @@ use crate::{
     KernelError,
     cpu::{memory::AlignedBuffer, team::Team},
     ops::HostMatrix,
-    quant::{BlockParts, Encoding},
+    quant::{BlockParts, Encoding, planes},
 };
 
 /// A matrix in row groups: one part of a linear layer.
@@ -94,38 +94,11 @@ fn pack_group(ggml_type: GgmlType, columns: usize, rows: &[u8], group: &mut [u8]
             let parts = BlockParts::read(ggml_type, bytes);
             let targets = quants[index * blocks_each * block_bytes..].chunks_exact_mut(block_bytes);
             for (target, source) in targets.zip(parts.quants.as_chunks::<BLOCK>().0.iter().take(blocks_each)) {
-                pack_quants(bits, row, source, target);
+                let put = |plane, word: u32| target[64 * plane + 4 * row..][..4].copy_from_slice(&word.to_le_bytes());
+                planes(bits, source, put);
             }
             pack_scales(ScaleKind::of(ggml_type), row, index, blocks_each, &parts, scales);
         }
-    }
-}
-
-/// Packs the quants of one row's block into the planes of its group, four elements (the word of a vector) at a time.
-fn pack_quants(bits: usize, row: usize, source: &[u8; BLOCK], planes: &mut [u8]) {
-    let mut words = [0_u32; BLOCK / 4];
-    for (word, bytes) in words.iter_mut().zip(source.as_chunks::<4>().0) {
-        *word = u32::from_le_bytes(*bytes);
-    }
-    // The field of `width` bits from bit `from` of each element, of the words `first, first + step, ...` side by side.
-    let gather = |first: usize, step: usize, from: usize, width: usize| {
-        let mask = ((1 << width) - 1) * 0x0101_0101;
-        let fields = words[first..].iter().step_by(step).enumerate();
-        fields.fold(0, |plane, (index, word)| plane | (word >> from & mask) << (width * index))
-    };
-    let mut put = |plane: usize, word: u32| {
-        planes[64 * plane + 4 * row..][..4].copy_from_slice(&word.to_le_bytes());
-    };
-    match bits {
-        8 => words.iter().enumerate().for_each(|(plane, word)| put(plane, *word)),
-        4..=6 => (0..4).for_each(|plane| put(plane, gather(plane, 4, 0, 4))),
-        _ => (0..2).for_each(|plane| put(plane, gather(plane, 2, 0, 2))),
-    }
-    match bits {
-        3 => put(2, gather(0, 1, 2, 1)),
-        5 => put(4, gather(0, 1, 4, 1)),
-        6 => (0..2).for_each(|plane| put(4 + plane, gather(plane, 2, 4, 2))),
-        _ => {}
     }
 }
 

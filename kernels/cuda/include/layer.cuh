@@ -1,0 +1,86 @@
+// A linear layer as the kernels get it, and what becomes of its products.
+//
+// Invariant: the order in which a product's terms are added depends on the layer and the launch's shape alone.
+
+#pragma once
+
+#include "activations.cuh"
+#include "weights.cuh"
+
+constexpr unsigned MAX_PARTS = 4;
+
+// Rows of one format; those past `rows` up to a whole group are zeros.
+struct Part {
+    const uint8_t* tiles;
+    uint32_t rows;
+    uint32_t first_row;  // in the output
+    uint32_t first_unit;  // of the blocks' work
+    uint32_t format;  // index in FORMATS
+};
+
+// The stacked parts. For SwiGLU there are two of equal height, gate and up.
+struct Layer {
+    Part parts[MAX_PARTS];
+    uint32_t num_parts;
+    uint32_t num_tiles;  // of a row
+};
+
+// What becomes of the products; the host's `Target` has the same order.
+enum class Epilogue { Store, Add, SwiGlu };
+
+__device__ __forceinline__ const uint8_t* group_tiles(const Part& part, uint32_t group, uint32_t num_tiles, unsigned tile_bytes) {
+    const uint32_t last = (part.rows + GROUP_ROWS - 1) / GROUP_ROWS - 1;
+    return part.tiles + (size_t)min(group, last) * num_tiles * tile_bytes;
+}
+
+// The part that does a unit of work.
+__device__ __forceinline__ uint32_t part_of(const Layer& layer, uint32_t unit) {
+    uint32_t index = 0;
+    while (index + 1 < layer.num_parts && unit >= layer.parts[index + 1].first_unit) ++index;
+    return index;
+}
+
+// Calls `work<F>(args...)` with the format of that index in the list.
+template <template <class> class Work, class First, class... Rest, class... Args>
+__device__ __forceinline__ void with_format(uint32_t index, Args&&... args) {
+    if constexpr (sizeof...(Rest) == 0) {
+        Work<First>::run(args...);
+    } else if (index == 0) {
+        Work<First>::run(args...);
+    } else {
+        with_format<Work, Rest...>(index - 1, args...);
+    }
+}
+
+// Hands on the products of a block. `product(row, token)` is one of its `ROWS` rows and `num_tokens` tokens (from
+// `first_token` on). For SwiGLU the first half of the rows are gates, the second half their ups, 32 columns of the output
+// at a time; else rows from `row` on of `part`.
+template <Epilogue EPILOGUE, unsigned ROWS, unsigned THREADS, class Product>
+__device__ __forceinline__ void finish(const Part& part, uint32_t row, uint32_t first_token, uint32_t num_tokens,
+                                       const Activations& output, const Product& product) {
+    if constexpr (EPILOGUE == Epilogue::SwiGlu) {
+        constexpr unsigned HALF = ROWS / 2, UNITS = HALF / WARP;
+        const unsigned lane = threadIdx.x % WARP;
+        for (unsigned piece = threadIdx.x / WARP; piece < UNITS * num_tokens; piece += THREADS / WARP) {
+            const unsigned token = piece / UNITS, unit = piece % UNITS;
+            const uint32_t block = row / WARP + unit;
+            if (block * WARP >= output.columns) continue;
+            const float gate = product(unit * WARP + lane, token), up = product(HALF + unit * WARP + lane, token);
+            // Rows past the end are products with zeros.
+            store_activations(output, first_token + token, block, gate / (1.0f + __expf(-gate)) * up);
+        }
+    } else {
+        for (unsigned index = threadIdx.x; index < ROWS * num_tokens; index += THREADS) {
+            const unsigned token = index / ROWS, offset = index % ROWS;
+            if (row + offset >= part.rows) continue;
+            const float value = product(offset, token);
+            const size_t at = (size_t)(first_token + token) * output.columns + part.first_row + row + offset;
+            if constexpr (EPILOGUE == Epilogue::Add) {
+                output.values[at] += value;
+            } else {
+                if (output.values != nullptr) output.values[at] = value;
+                if (output.halves != nullptr) output.halves[at] = output.is_bfloat ? to_bfloat(value) : to_half(value);
+            }
+        }
+    }
+}

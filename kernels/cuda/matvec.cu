@@ -1,0 +1,173 @@
+// Quantized weights times one to eight tokens, by integer dot products with 8-bit activations.
+//
+// A block makes `SETS * GROUPS * 8` rows: each of its warps `GROUPS` groups of 8 rows over every `SPLITS`-th tile of the
+// columns, summed over the warps in shared memory. Each warp has a ring of tiles in shared memory, which is filled before
+// the wait for the kernel that makes the activations. For SwiGLU the first half of the sets are gates, the second half
+// ups, and a block makes 32 outputs.
+//
+// Launch constants: FORMATS (list of the layer's formats), GROUPS, SETS, SPLITS, STAGES, TOKENS, EPILOGUE.
+// Grid: one block a unit. Dynamic shared memory: SETS * SPLITS * STAGES * GROUPS tiles of the largest format.
+
+#include "layer.cuh"
+
+constexpr unsigned NUM_WARPS = SETS * SPLITS, THREADS = NUM_WARPS * WARP;
+constexpr unsigned SET_ROWS = GROUPS * GROUP_ROWS, ROWS = SETS * SET_ROWS;
+constexpr unsigned MAX_TILE_BYTES = max_tile_bytes<FORMATS>();
+constexpr Epilogue KIND = Epilogue::EPILOGUE;
+static_assert(KIND != Epilogue::SwiGlu || ROWS == 2 * WARP, "a block makes 32 outputs of SwiGLU");
+
+// One block of 32 activations.
+struct Block {
+    int quants[8];
+    ActivationTile::Block scale;
+};
+
+__device__ __forceinline__ Block load_block(const ActivationTile& tile, unsigned index) {
+    Block block;
+    for (unsigned half = 0; half < 2; ++half) {
+        const int4 words = *(const int4*)tile.quants[half][index];
+        block.quants[4 * half] = words.x;
+        block.quants[4 * half + 1] = words.y;
+        block.quants[4 * half + 2] = words.z;
+        block.quants[4 * half + 3] = words.w;
+    }
+    const uint2 scale = *(const uint2*)&tile.blocks[index];
+    block.scale.scale = __uint_as_float(scale.x);
+    block.scale.sums[0] = (int16_t)scale.y;
+    block.scale.sums[1] = (int16_t)(scale.y >> 16);
+    return block;
+}
+
+// The product of a block of weights and a block of activations.
+template <class F>
+__device__ __forceinline__ float multiply(const uint32_t (&words)[8], const BlockScales& scales, const Block& block) {
+    int dots[2] = {0, 0};
+    for (unsigned j = 0; j < 8; ++j) dots[j / 4] = __dp4a((int)words[j], block.quants[j], dots[j / 4]);
+    const int sums[2] = {block.scale.sums[0], block.scale.sums[1]};
+    if constexpr (F::OFFSET != 0) {
+        for (unsigned half = 0; half < 2; ++half) dots[half] -= F::OFFSET * sums[half];
+    }
+    const int dot = F::IS_HALVED ? scales.scale[0] * dots[0] + scales.scale[1] * dots[1]
+                                 : scales.scale[0] * (dots[0] + dots[1]);
+    float value = scales.d * (float)dot;
+    if constexpr (F::HAS_MIN) {
+        const int sum = F::IS_HALVED ? scales.min[0] * sums[0] + scales.min[1] * sums[1]
+                                     : scales.min[0] * (sums[0] + sums[1]);
+        value = fmaf(scales.m, (float)sum, value);
+    }
+    return value * block.scale.scale;
+}
+
+// Rings of tiles, one of `STAGES * GROUPS` for each warp.
+extern __shared__ __align__(16) uint8_t rings[];
+
+// One warp's share: its groups over its tiles. Waits for the kernel before in any case.
+template <class F>
+struct Multiply {
+    static __device__ __forceinline__ void run(const Part& part, uint32_t first_group, uint32_t num_tiles,
+                                               const ActivationTile* input, uint32_t num_tokens,
+                                               float (&sums)[GROUPS][TOKENS]) {
+        const unsigned lane = threadIdx.x % WARP, split = threadIdx.x / WARP % SPLITS;
+        uint8_t* ring = rings + threadIdx.x / WARP * STAGES * GROUPS * MAX_TILE_BYTES;
+        const uint8_t* groups[GROUPS];
+#pragma unroll
+        for (unsigned group = 0; group < GROUPS; ++group) {
+            groups[group] = group_tiles(part, first_group + group, num_tiles, F::TILE_BYTES);
+        }
+        const auto fetch = [&](uint32_t tile, unsigned stage) {
+            if (tile < num_tiles) {
+#pragma unroll
+                for (unsigned group = 0; group < GROUPS; ++group) {
+                    copy_tile<F>(ring + (stage * GROUPS + group) * F::TILE_BYTES, groups[group] + tile * F::TILE_BYTES,
+                                 lane);
+                }
+            }
+            commit_copies();
+        };
+#pragma unroll
+        for (unsigned stage = 0; stage < STAGES; ++stage) fetch(split + stage * SPLITS, stage);
+        wait_for_previous();
+        unsigned stage = 0;
+#pragma unroll 1
+        for (uint32_t tile = split; tile < num_tiles; tile += SPLITS) {
+            Block first[2];
+#pragma unroll
+            for (unsigned block = 0; block < 2; ++block) first[block] = load_block(input[tile], 4 * block + lane % 4);
+            wait_copies<STAGES - 1>();
+            __syncwarp();
+            LaneTile<F> loaded[GROUPS];
+#pragma unroll
+            for (unsigned group = 0; group < GROUPS; ++group) {
+                loaded[group] = load_tile<F, FromShared>(ring + (stage * GROUPS + group) * F::TILE_BYTES, lane);
+            }
+            __syncwarp();
+            fetch(tile + STAGES * SPLITS, stage);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+            multiply_tile(loaded, first, input + tile, num_tiles, num_tokens, lane, sums);
+        }
+    }
+
+    static __device__ __forceinline__ void multiply_tile(const LaneTile<F> (&loaded)[GROUPS], const Block (&first)[2],
+                                                         const ActivationTile* input, uint32_t num_tiles,
+                                                         uint32_t num_tokens, unsigned lane,
+                                                         float (&sums)[GROUPS][TOKENS]) {
+#pragma unroll
+        for (unsigned block = 0; block < 2; ++block) {
+            uint32_t words[GROUPS][8];
+            BlockScales scales[GROUPS];
+#pragma unroll
+            for (unsigned group = 0; group < GROUPS; ++group) {
+                scales[group] = unpack_scales(loaded[group], block, lane);
+#pragma unroll
+                for (unsigned j = 0; j < 8; ++j) words[group][j] = unpack_word(loaded[group], block, j);
+            }
+#pragma unroll
+            for (unsigned token = 0; token < TOKENS; ++token) {
+                if (token >= num_tokens) break;
+                const Block activations =
+                    token == 0 ? first[block] : load_block(input[token * num_tiles], 4 * block + lane % 4);
+#pragma unroll
+                for (unsigned group = 0; group < GROUPS; ++group) {
+                    sums[group][token] += multiply<F>(words[group], scales[group], activations);
+                }
+            }
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    matvec(const __grid_constant__ Layer layer, const ActivationTile* input, const __grid_constant__ Activations output,
+           uint32_t num_tokens) {
+    __shared__ float partial[SPLITS][TOKENS][ROWS];
+    allow_next();
+    const unsigned set = threadIdx.x / WARP / SPLITS, lane = threadIdx.x % WARP;
+    // SwiGLU: part 0 for the first half of the sets, part 1 for the second, at the same rows.
+    const bool is_up = KIND == Epilogue::SwiGlu && set >= SETS / 2;
+    const uint32_t index = KIND == Epilogue::SwiGlu ? (is_up ? 1 : 0) : part_of(layer, blockIdx.x);
+    const Part& part = layer.parts[index];
+    const uint32_t unit = KIND == Epilogue::SwiGlu ? blockIdx.x : blockIdx.x - part.first_unit;
+    constexpr unsigned UNIT_ROWS = KIND == Epilogue::SwiGlu ? ROWS / 2 : ROWS;
+    const uint32_t first_group = unit * (UNIT_ROWS / GROUP_ROWS) + (is_up ? set - SETS / 2 : set) * GROUPS;
+
+    float sums[GROUPS][TOKENS] = {};
+    with_format<Multiply, FORMATS>(part.format, part, first_group, layer.num_tiles, input, num_tokens, sums);
+
+#pragma unroll
+    for (unsigned group = 0; group < GROUPS; ++group) {
+#pragma unroll
+        for (unsigned token = 0; token < TOKENS; ++token) {
+            float sum = sums[group][token];
+            sum += __shfl_xor_sync(FULL_MASK, sum, 1);
+            sum += __shfl_xor_sync(FULL_MASK, sum, 2);
+            if (lane % 4 == 0) {
+                partial[threadIdx.x / WARP % SPLITS][token][set * SET_ROWS + group * GROUP_ROWS + lane / 4] = sum;
+            }
+        }
+    }
+    __syncthreads();
+    finish<KIND, ROWS, THREADS>(part, unit * UNIT_ROWS, 0, num_tokens, output, [&](unsigned row, unsigned token) {
+        float sum = 0.0f;
+        for (unsigned split = 0; split < SPLITS; ++split) sum += partial[split][token][row];
+        return sum;
+    });
+}

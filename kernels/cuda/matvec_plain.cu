@@ -1,0 +1,88 @@
+// Weights of 16 or 32 bits times one to eight tokens.
+//
+// A block makes `SETS * ROWS_EACH` rows: each of its warps `ROWS_EACH` rows over every `SPLITS`-th piece of the columns,
+// summed over the warps in shared memory. The first weights are under way before the wait for the kernel that makes the
+// activations. For SwiGLU the first half of the sets are gates, the second half ups, and a block makes 32 outputs.
+//
+// Launch constants: WEIGHT and INPUT (F32, F16, BF16), VECTOR (8 if `columns` is a multiple of it, else 1), ROWS_EACH,
+// SETS, SPLITS, TOKENS, EPILOGUE. Grid: one block a unit.
+
+#include "layer.cuh"
+#include "plain.cuh"
+
+constexpr unsigned NUM_WARPS = SETS * SPLITS, THREADS = NUM_WARPS * WARP, ROWS = SETS * ROWS_EACH;
+constexpr unsigned STEP = VECTOR * WARP * SPLITS;
+constexpr Epilogue KIND = Epilogue::EPILOGUE;
+static_assert(KIND != Epilogue::SwiGlu || ROWS == 2 * WARP, "a block makes 32 outputs of SwiGLU");
+
+template <class Type>
+__device__ __forceinline__ void load(const typename Type::Stored* from, float (&values)[VECTOR]) {
+    if constexpr (VECTOR == 8) {
+        Type::load8(from, values);
+    } else {
+        values[0] = Type::load(from);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    matvec_plain(const __grid_constant__ Layer layer, const INPUT::Stored* input, uint32_t columns,
+                 const __grid_constant__ Activations output, uint32_t num_tokens) {
+    __shared__ float partial[SPLITS][TOKENS][ROWS];
+    allow_next();
+    const unsigned warp = threadIdx.x / WARP, set = warp / SPLITS, lane = threadIdx.x % WARP;
+    const bool is_up = KIND == Epilogue::SwiGlu && set >= SETS / 2;
+    const uint32_t index = KIND == Epilogue::SwiGlu ? (is_up ? 1 : 0) : part_of(layer, blockIdx.x);
+    const Part& part = layer.parts[index];
+    const uint32_t unit = KIND == Epilogue::SwiGlu ? blockIdx.x : blockIdx.x - part.first_unit;
+    constexpr unsigned UNIT_ROWS = KIND == Epilogue::SwiGlu ? ROWS / 2 : ROWS;
+    const uint32_t first_row = unit * UNIT_ROWS + (is_up ? set - SETS / 2 : set) * ROWS_EACH;
+    const WEIGHT::Stored* rows[ROWS_EACH];
+#pragma unroll
+    for (unsigned row = 0; row < ROWS_EACH; ++row) {
+        rows[row] = (const WEIGHT::Stored*)part.tiles + (size_t)min(first_row + row, part.rows - 1) * columns;
+    }
+    uint32_t column = (warp % SPLITS * WARP + lane) * VECTOR;
+    float next[ROWS_EACH][VECTOR];
+    if (column < columns) {
+#pragma unroll
+        for (unsigned row = 0; row < ROWS_EACH; ++row) load<WEIGHT>(rows[row] + column, next[row]);
+    }
+    wait_for_previous();
+    float sums[ROWS_EACH][TOKENS] = {};
+#pragma unroll 1
+    for (; column < columns; column += STEP) {
+        float weights[ROWS_EACH][VECTOR];
+#pragma unroll
+        for (unsigned row = 0; row < ROWS_EACH; ++row) {
+#pragma unroll
+            for (unsigned i = 0; i < VECTOR; ++i) weights[row][i] = next[row][i];
+            if (column + STEP < columns) load<WEIGHT>(rows[row] + column + STEP, next[row]);
+        }
+#pragma unroll
+        for (unsigned token = 0; token < TOKENS; ++token) {
+            if (token >= num_tokens) break;
+            float values[VECTOR];
+            load<INPUT>(input + (size_t)token * columns + column, values);
+#pragma unroll
+            for (unsigned row = 0; row < ROWS_EACH; ++row) {
+#pragma unroll
+                for (unsigned i = 0; i < VECTOR; ++i) sums[row][token] = fmaf(weights[row][i], values[i], sums[row][token]);
+            }
+        }
+    }
+#pragma unroll
+    for (unsigned row = 0; row < ROWS_EACH; ++row) {
+#pragma unroll
+        for (unsigned token = 0; token < TOKENS; ++token) {
+            float sum = sums[row][token];
+            for (unsigned distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(FULL_MASK, sum, distance);
+            if (lane == 0) partial[warp % SPLITS][token][set * ROWS_EACH + row] = sum;
+        }
+    }
+    __syncthreads();
+    finish<KIND, ROWS, THREADS>(part, unit * UNIT_ROWS, 0, num_tokens, output, [&](unsigned row, unsigned token) {
+        float sum = 0.0f;
+        for (unsigned split = 0; split < SPLITS; ++split) sum += partial[split][token][row];
+        return sum;
+    });
+}

@@ -1,0 +1,127 @@
+//! Quantized weights times one to eight tokens. Device code: `cuda/matvec.cu`.
+//! For: decode. Invariant: the launch's shape, and with it the order of summation, depends on the layer, the epilogue and
+//! the number of tokens alone.
+
+use super::{
+    Target,
+    arguments::{ActivationView, LayerView},
+};
+use crate::{
+    KernelError,
+    cuda::{Argument, Gpu, Launch, sources::Source},
+};
+
+/// Device code.
+pub const SOURCE: Source = Source {
+    name: "matvec.cu",
+    text: include_str!("../../../cuda/matvec.cu"),
+    variants: &[
+        &[
+            "-DFORMATS=Q4_0,Q4_1,Q5_0",
+            "-DGROUPS=1",
+            "-DSETS=1",
+            "-DSPLITS=8",
+            "-DSTAGES=2",
+            "-DTOKENS=1",
+            "-DEPILOGUE=Store",
+        ],
+        &[
+            "-DFORMATS=Q5_1,Q8_0,Q2_K",
+            "-DGROUPS=2",
+            "-DSETS=1",
+            "-DSPLITS=8",
+            "-DSTAGES=1",
+            "-DTOKENS=4",
+            "-DEPILOGUE=Add",
+        ],
+        &[
+            "-DFORMATS=Q3_K,Q4_K,Q5_K",
+            "-DGROUPS=4",
+            "-DSETS=2",
+            "-DSPLITS=2",
+            "-DSTAGES=2",
+            "-DTOKENS=1",
+            "-DEPILOGUE=SwiGlu",
+        ],
+        &[
+            "-DFORMATS=Q6_K,Q8_K",
+            "-DGROUPS=1",
+            "-DSETS=8",
+            "-DSPLITS=1",
+            "-DSTAGES=4",
+            "-DTOKENS=8",
+            "-DEPILOGUE=SwiGlu",
+        ],
+    ],
+};
+
+/// Rows of a group, and outputs that a block of SwiGLU makes.
+const GROUP_ROWS: usize = 8;
+const SWIGLU_OUTPUTS: usize = 32;
+
+/// Shape of a block: `sets * splits` warps, each with `groups` groups of 8 rows and a ring of `stages` tiles for each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Shape {
+    groups: usize,
+    sets: usize,
+    splits: usize,
+    stages: usize,
+}
+
+impl Shape {
+    /// What was fastest on an H200 for layers of about that size.
+    fn of(layer: &LayerView, target: Target) -> Self {
+        let num_tiles = layer.num_tiles();
+        if target == Target::SwiGlu {
+            return Self { groups: 1, sets: 8, splits: 1, stages: 4 };
+        }
+        match (layer.num_rows(), num_tiles) {
+            (16384.., _) => Self { groups: 1, sets: 1, splits: 4, stages: 2 },
+            (_, 32..) => Self { groups: 1, sets: 1, splits: 8, stages: 2 },
+            _ => Self { groups: 2, sets: 1, splits: 8, stages: 1 },
+        }
+    }
+
+    fn rows(self) -> usize {
+        self.groups * self.sets * GROUP_ROWS
+    }
+}
+
+/// Launches the product of a quantized layer and at most 8 rows of tiles.
+pub(super) fn launch(
+    gpu: &Gpu,
+    layer: &LayerView,
+    num_tokens: usize,
+    input: ActivationView,
+    target: Target,
+    output: ActivationView,
+) -> Result<(), KernelError> {
+    let shape = Shape::of(layer, target);
+    let rows_each = if target == Target::SwiGlu { SWIGLU_OUTPUTS } else { shape.rows() };
+    let num_units =
+        if target == Target::SwiGlu { layer.first_rows().div_ceil(rows_each) } else { layer.num_units(rows_each) };
+    let options = [
+        layer.formats(),
+        format!("-DGROUPS={}", shape.groups),
+        format!("-DSETS={}", shape.sets),
+        format!("-DSPLITS={}", shape.splits),
+        format!("-DSTAGES={}", shape.stages),
+        format!("-DTOKENS={}", num_tokens.next_power_of_two()),
+        format!("-DEPILOGUE={}", target.name()),
+    ];
+    let kernel = gpu.kernel(&SOURCE, &options, "matvec")?;
+    let num_warps = shape.sets * shape.splits;
+    let shared_bytes = (num_warps * shape.stages * shape.groups * layer.max_tile_bytes()) as u32;
+    kernel.allow_shared_bytes(gpu, shared_bytes)?;
+    let launch = Launch { shared_bytes, ..Launch::blocks(num_units as u32, 32 * num_warps as u32) };
+    let (layer, output) = (layer.argument(rows_each)?, output.argument());
+    let arguments = [
+        Argument::Struct(bytemuck::bytes_of(&layer)),
+        input.tiles.into(),
+        Argument::Struct(bytemuck::bytes_of(&output)),
+        (num_tokens as u32).into(),
+    ];
+    // SAFETY: the kernel's arguments. The caller checked that the buffers hold so many rows of the layer's width and
+    // height; the parts of the layer are whole groups of tiles.
+    unsafe { kernel.launch(gpu, launch, &arguments) }
+}

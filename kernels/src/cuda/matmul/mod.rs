@@ -1,0 +1,186 @@
+//! The fused dequantizing matmul on CUDA: `output = epilogue(input × weightᵀ)`, and the embedding of tokens.
+//! For: every linear layer, the embedding table and the output head.
+//! Invariant: weights stay quantized in memory; a token's output depends on the layer, the token, and the kind of kernel
+//! that the number of tokens selects, not on the other tokens.
+//!
+//! - [`linear`]: a layer on the GPU; `layout`: tiles of quantized weights.
+//! - [`matvec`]: one to eight tokens, quantized weights. [`plain`]: one to eight tokens, 16 and 32 bits.
+//! - [`swiglu`]: SwiGLU of layers that cannot be cut in halves. [`embed`]: rows of a table.
+//! - `arguments`: the structures that kernels take.
+
+mod arguments;
+pub mod embed;
+mod layout;
+pub mod linear;
+pub mod matvec;
+pub mod plain;
+pub mod swiglu;
+
+use std::sync::Arc;
+
+use lockstep_formats::GgmlType;
+
+use self::{
+    arguments::{ActivationView, LayerView},
+    linear::{Format, shape},
+};
+pub use self::{embed::EmbedCall, linear::CudaLinear};
+use super::{Activations, Forms, Gpu, HalfType, ScratchBuffer};
+use crate::KernelError;
+
+/// Tokens of one launch of [`matvec`] or [`plain`].
+const MAX_TOKENS: usize = 8;
+
+/// What happens to the product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Target {
+    /// `output = product`, as f32 and halves.
+    Store,
+    /// `output += product`, in f32: the residual stream.
+    Add,
+    /// The layer stacks gate then up: `output = silu(gate) * up`, in any form.
+    SwiGlu,
+}
+
+impl Target {
+    /// Its name in the kernels.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Store => "Store",
+            Self::Add => "Add",
+            Self::SwiGlu => "SwiGlu",
+        }
+    }
+}
+
+impl CudaLinear {
+    /// The forms of activations that products with so many tokens read.
+    pub fn input_forms(&self, _num_tokens: usize) -> Forms {
+        let has = |wanted: GgmlType| self.parts.iter().any(|part| part.format == Format::Plain(wanted));
+        let halves = match (has(GgmlType::F16), has(GgmlType::BF16)) {
+            (true, false) => Some(HalfType::F16),
+            (false, true) => Some(HalfType::BF16),
+            _ => None,
+        };
+        // Two types of halves cannot be handed on side by side; f32 serves both.
+        let values = has(GgmlType::F32) || has(GgmlType::F16) && has(GgmlType::BF16);
+        Forms { tiles: self.parts.iter().any(|part| matches!(part.format, Format::Tiles(_))), halves, values }
+    }
+}
+
+/// `output = target(input × weightᵀ)`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MatmulCall {
+    /// Rows of the activations.
+    pub num_tokens: usize,
+    /// The layer.
+    pub weight: Arc<CudaLinear>,
+    /// At least `num_tokens` rows in the forms of [`CudaLinear::input_forms`].
+    pub input: Activations,
+    /// What happens to the product.
+    pub target: Target,
+    /// At least `num_tokens` rows, as wide as the layer is high, for SwiGLU half of that.
+    pub output: Activations,
+}
+
+/// The launcher.
+pub struct Matmul {
+    gpu: Arc<Gpu>,
+}
+
+impl Matmul {
+    /// Of a GPU; kernels are compiled when they are first wanted.
+    pub fn new(gpu: &Arc<Gpu>) -> Self {
+        Self { gpu: Arc::clone(gpu) }
+    }
+
+    /// Starts it.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`] if lengths disagree or a form is missing, [`KernelError::Device`] if a launch fails.
+    pub fn launch(&self, call: &MatmulCall) -> Result<(), KernelError> {
+        call.check()?;
+        let MatmulCall { num_tokens, ref weight, target, .. } = *call;
+        let (input, output) = (ActivationView::of(&call.input), ActivationView::of(&call.output));
+        if target != Target::SwiGlu {
+            return self.launch_parts(num_tokens, weight, input, target, output);
+        }
+        if let Some(layer) = LayerView::gate_and_up(weight) {
+            return self.launch_layer(num_tokens, &layer, input, target, output);
+        }
+        let stacked = ScratchBuffer::new(&self.gpu, num_tokens * weight.rows() * size_of::<f32>())?;
+        let products = ActivationView::of_values(stacked.pointer(), weight.rows());
+        self.launch_parts(num_tokens, weight, input, Target::Store, products)?;
+        swiglu::launch(&self.gpu, num_tokens, stacked.pointer(), output)
+    }
+
+    /// All parts of a layer.
+    fn launch_parts(
+        &self,
+        num_tokens: usize,
+        weight: &CudaLinear,
+        input: ActivationView,
+        target: Target,
+        output: ActivationView,
+    ) -> Result<(), KernelError> {
+        let layers = LayerView::all(weight);
+        layers.iter().try_for_each(|layer| self.launch_layer(num_tokens, layer, input, target, output))
+    }
+
+    fn launch_layer(
+        &self,
+        num_tokens: usize,
+        layer: &LayerView,
+        input: ActivationView,
+        target: Target,
+        output: ActivationView,
+    ) -> Result<(), KernelError> {
+        for first in (0..num_tokens).step_by(MAX_TOKENS) {
+            let num_tokens = MAX_TOKENS.min(num_tokens - first);
+            let (input, output) = (input.skip_tokens(first), output.skip_tokens(first));
+            match layer.plain_type() {
+                None => matvec::launch(&self.gpu, layer, num_tokens, input, target, output)?,
+                Some(ggml_type) => plain::launch(&self.gpu, layer, ggml_type, num_tokens, input, target, output)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+impl MatmulCall {
+    /// Refuses widths that disagree, missing forms and short buffers.
+    fn check(&self) -> Result<(), KernelError> {
+        let Self { num_tokens, weight, input, target, output } = self;
+        let width = match target {
+            Target::SwiGlu if weight.rows() % 2 == 1 => {
+                return Err(shape("rows of gate and up", weight.rows(), weight.rows() + 1));
+            }
+            Target::SwiGlu => weight.rows() / 2,
+            Target::Store | Target::Add => weight.rows(),
+        };
+        if input.columns != weight.columns() {
+            return Err(shape("width of the input", input.columns, weight.columns()));
+        }
+        if output.columns != width {
+            return Err(shape("width of the output", output.columns, width));
+        }
+        let forms = weight.input_forms(*num_tokens);
+        let half_type = input.halves.as_ref().map(|(half_type, _)| *half_type);
+        let has_forms = (!forms.tiles || input.tiles.is_some())
+            && (!forms.values || input.values.is_some())
+            && (forms.halves.is_none() || forms.halves == half_type);
+        if !has_forms {
+            return Err(shape("forms of the input", 0, 1));
+        }
+        let has_target = match target {
+            Target::Store => output.tiles.is_none(),
+            Target::Add => output.values.is_some(),
+            Target::SwiGlu => true,
+        };
+        if !has_target {
+            return Err(shape("forms of the output", 0, 1));
+        }
+        input.expect_tokens("matmul", *num_tokens)?;
+        output.expect_tokens("matmul", *num_tokens)
+    }
+}

@@ -1,0 +1,99 @@
+//! Weights of 16 and 32 bits times one to eight tokens. Device code: `cuda/matvec_plain.cu`.
+//! For: decode with unquantized checkpoints. Invariant: as `matvec`.
+
+use lockstep_formats::GgmlType;
+
+use super::{
+    Target,
+    arguments::{ActivationView, LayerView},
+};
+use crate::{
+    KernelError,
+    cuda::{Argument, Gpu, HalfType, Launch, sources::Source},
+};
+
+/// Device code.
+pub const SOURCE: Source = Source {
+    name: "matvec_plain.cu",
+    text: include_str!("../../../cuda/matvec_plain.cu"),
+    variants: &[
+        &[
+            "-DWEIGHT=BF16",
+            "-DINPUT=BF16",
+            "-DVECTOR=8",
+            "-DROWS_EACH=2",
+            "-DSETS=1",
+            "-DSPLITS=4",
+            "-DTOKENS=1",
+            "-DEPILOGUE=Add",
+        ],
+        &[
+            "-DWEIGHT=F16",
+            "-DINPUT=F16",
+            "-DVECTOR=8",
+            "-DROWS_EACH=4",
+            "-DSETS=16",
+            "-DSPLITS=1",
+            "-DTOKENS=8",
+            "-DEPILOGUE=SwiGlu",
+        ],
+        &[
+            "-DWEIGHT=F32",
+            "-DINPUT=F32",
+            "-DVECTOR=1",
+            "-DROWS_EACH=2",
+            "-DSETS=1",
+            "-DSPLITS=4",
+            "-DTOKENS=2",
+            "-DEPILOGUE=Store",
+        ],
+    ],
+};
+
+const SWIGLU_OUTPUTS: usize = 32;
+/// Elements of a load.
+const VECTOR: usize = 8;
+
+/// Launches the product of a layer of one type and at most 8 rows: of halves of the same type, else of f32.
+pub(super) fn launch(
+    gpu: &Gpu,
+    layer: &LayerView,
+    ggml_type: GgmlType,
+    num_tokens: usize,
+    input: ActivationView,
+    target: Target,
+    output: ActivationView,
+) -> Result<(), KernelError> {
+    let (input_type, pointer) = match (ggml_type, input.half_type) {
+        (GgmlType::F16, Some(HalfType::F16)) | (GgmlType::BF16, Some(HalfType::BF16)) => (ggml_type, input.halves),
+        _ => (GgmlType::F32, input.values),
+    };
+    let (rows_each, sets, splits) = if target == Target::SwiGlu { (4, 16, 1) } else { (2, 1, 4) };
+    let unit_rows = if target == Target::SwiGlu { SWIGLU_OUTPUTS } else { rows_each * sets };
+    let num_units =
+        if target == Target::SwiGlu { layer.first_rows().div_ceil(unit_rows) } else { layer.num_units(unit_rows) };
+    let options = [
+        format!("-DWEIGHT={ggml_type}"),
+        format!("-DINPUT={input_type}"),
+        format!("-DVECTOR={}", if input.columns.is_multiple_of(VECTOR) { VECTOR } else { 1 }),
+        format!("-DROWS_EACH={rows_each}"),
+        format!("-DSETS={sets}"),
+        format!("-DSPLITS={splits}"),
+        format!("-DTOKENS={}", num_tokens.next_power_of_two()),
+        format!("-DEPILOGUE={}", target.name()),
+    ];
+    let kernel = gpu.kernel(&SOURCE, &options, "matvec_plain")?;
+    let columns = input.columns as u32;
+    let (layer, output) = (layer.argument(unit_rows)?, output.argument());
+    let arguments = [
+        Argument::Struct(bytemuck::bytes_of(&layer)),
+        pointer.into(),
+        columns.into(),
+        Argument::Struct(bytemuck::bytes_of(&output)),
+        (num_tokens as u32).into(),
+    ];
+    let launch = Launch::blocks(num_units as u32, 32 * (sets * splits) as u32);
+    // SAFETY: the kernel's arguments. The caller checked that the buffers hold so many rows of the layer's width and
+    // height.
+    unsafe { kernel.launch(gpu, launch, &arguments) }
+}

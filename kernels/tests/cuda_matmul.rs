@@ -1,0 +1,312 @@
+//! The matmul and the embedding of the CUDA device against the float64 oracle: every type, shape and target.
+//!
+//! Tolerances are relative to the sum of the absolute terms of an output. Against an oracle that gets the same 8-bit
+//! activations only f32 rounding remains: 1e-5. Tensor cores multiply f16 weights and f16 activations: 2e-3.
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used, missing_docs, reason = "a failure is what a test reports")]
+
+mod blocks;
+mod gpu;
+
+use std::sync::Arc;
+
+use blocks::random_matrix;
+use half::{bf16, f16};
+use lockstep_formats::GgmlType;
+use lockstep_kernels::{
+    cuda::{
+        Activations, Forms, Gpu, HalfType, StepInputs,
+        activations::TILE_COLUMNS,
+        matmul::{CudaLinear, EmbedCall, Matmul, MatmulCall, Target},
+    },
+    ops::{Epilogue, HostMatrix},
+    quant::{dequantize, quantize_block},
+    reference::matmul::{matmul, round_activations},
+};
+use rand::{Rng, SeedableRng, rngs::StdRng};
+
+const ROUNDING: f64 = 1e-5;
+const HALF_ROUNDING: f64 = 2e-3;
+const TILE_BYTES: usize = 320;
+
+/// Random activations, some of them large as real ones are.
+fn random_values(len: usize, seed: u64) -> Vec<f32> {
+    let mut random = StdRng::seed_from_u64(seed);
+    let mut value = || {
+        let value = random.random_range(-1.0..1.0_f32);
+        if random.random_bool(0.02) { value * 10.0 } else { value }
+    };
+    (0..len).map(|_| value()).collect()
+}
+
+/// Rows of tiles, as `cuda/include/activations.cuh` lays them out.
+fn tiles_of(values: &[f32], columns: usize) -> Vec<u8> {
+    let row_bytes = columns.div_ceil(TILE_COLUMNS) * TILE_BYTES;
+    let mut tiles = vec![0; values.len() / columns * row_bytes];
+    for (row, values) in tiles.chunks_exact_mut(row_bytes).zip(values.chunks_exact(columns)) {
+        for (index, block) in values.as_chunks::<32>().0.iter().enumerate() {
+            let tile = &mut row[index / 8 * TILE_BYTES..][..TILE_BYTES];
+            let (scale, quants) = quantize_block(block);
+            let scales_at = 256 + index % 8 * 8;
+            tile[scales_at..scales_at + 4].copy_from_slice(&scale.to_le_bytes());
+            for half in 0..2 {
+                let quants = &quants[16 * half..][..16];
+                let sum: i16 = quants.iter().map(|quant| i16::from(*quant)).sum();
+                tile[scales_at + 4 + 2 * half..][..2].copy_from_slice(&sum.to_le_bytes());
+                let bytes: Vec<u8> = quants.iter().map(|quant| *quant as u8).collect();
+                tile[128 * half + index % 8 * 16..][..16].copy_from_slice(&bytes);
+            }
+        }
+    }
+    tiles
+}
+
+fn halves_of(values: &[f32], half_type: HalfType) -> Vec<u16> {
+    let convert = |value: &f32| match half_type {
+        HalfType::F16 => f16::from_f32(*value).to_bits(),
+        HalfType::BF16 => bf16::from_f32(*value).to_bits(),
+    };
+    values.iter().map(convert).collect()
+}
+
+/// Activations on the GPU in the forms that a layer wants.
+fn activations(gpu: &Arc<Gpu>, values: &[f32], columns: usize, forms: Forms) -> Activations {
+    Activations {
+        columns,
+        tiles: forms.tiles.then(|| Arc::new(gpu::upload(gpu, &tiles_of(values, columns)))),
+        halves: forms.halves.map(|kind| (kind, Arc::new(gpu::upload(gpu, &halves_of(values, kind))))),
+        values: forms.values.then(|| Arc::new(gpu::upload(gpu, values))),
+    }
+}
+
+/// What the activations of those forms stand for.
+fn rounded(values: &[f32], forms: Forms) -> Vec<f32> {
+    match forms {
+        Forms { tiles: true, .. } => round_activations(values),
+        Forms { halves: Some(HalfType::F16), .. } => {
+            values.iter().map(|value| f16::from_f32(*value).to_f32()).collect()
+        }
+        Forms { halves: Some(HalfType::BF16), .. } => {
+            values.iter().map(|value| bf16::from_f32(*value).to_f32()).collect()
+        }
+        _ => values.to_vec(),
+    }
+}
+
+fn check(what: &str, results: &[f32], expected: &[(f64, f64)], tolerance: f64) {
+    assert_eq!(results.len(), expected.len(), "{what}");
+    let mut worst = (0.0, String::new());
+    for (index, (result, (value, size))) in results.iter().zip(expected).enumerate() {
+        let error = (f64::from(*result) - value).abs() / (size + 1e-30);
+        if error.is_nan() || error > worst.0 {
+            worst = (error, format!("output {index} is {result}, expected {value} of {size}"));
+        }
+    }
+    assert!(worst.0 <= tolerance, "{what}: {} ({:e})", worst.1, worst.0);
+}
+
+struct Case<'a> {
+    gpu: &'a Arc<Gpu>,
+    matrices: &'a [HostMatrix],
+    num_tokens: usize,
+}
+
+impl Case<'_> {
+    fn run(&self, target: Target) {
+        let Self { gpu, matrices, num_tokens } = *self;
+        let columns = matrices[0].columns;
+        let linear = CudaLinear::new(gpu, matrices.to_vec()).unwrap();
+        let types: Vec<_> = matrices.iter().map(|matrix| matrix.ggml_type).collect();
+        let what = format!("{types:?} {}x{columns} {num_tokens} tokens {target:?}", linear.rows());
+        let input = random_values(num_tokens * columns, 7 + num_tokens as u64);
+        let forms = linear.input_forms(num_tokens);
+        let width = if target == Target::SwiGlu { linear.rows() / 2 } else { linear.rows() };
+        let residual = random_values(num_tokens * width, 5);
+        let before = if target == Target::Add { residual.clone() } else { vec![f32::NAN; num_tokens * width] };
+        let mut output = activations(gpu, &before, width, Forms { values: true, ..Forms::default() });
+        if target != Target::Add {
+            let mut others = Forms { halves: Some(HalfType::F16), ..Forms::default() };
+            others.tiles = target == Target::SwiGlu && width.is_multiple_of(32);
+            let others = Activations::zeroed(gpu, num_tokens, width, others).unwrap();
+            (output.tiles, output.halves) = (others.tiles, others.halves);
+        }
+        let weight = Arc::new(linear);
+        let input_on_gpu = activations(gpu, &input, columns, forms);
+        let call = MatmulCall { num_tokens, weight, input: input_on_gpu, target, output: output.clone() };
+        Matmul::new(gpu).launch(&call).unwrap();
+        let results: Vec<f32> = gpu::download(output.values.as_ref().unwrap(), num_tokens * width);
+        let epilogue = if target == Target::SwiGlu { Epilogue::SwiGlu } else { Epilogue::Store };
+        let mut expected = matmul(matrices, &rounded(&input, forms), epilogue);
+        if target == Target::Add {
+            expected.iter_mut().zip(&residual).for_each(|((value, size), before)| {
+                *value += f64::from(*before);
+                *size += f64::from(before.abs());
+            });
+        }
+        let is_half = num_tokens > 8 && forms.halves.is_some();
+        check(&what, &results, &expected, if is_half { HALF_ROUNDING } else { ROUNDING });
+        if let Some((_, halves)) = &output.halves {
+            let halves: Vec<u16> = gpu::download(halves, num_tokens * width);
+            assert!(halves == halves_of(&results, HalfType::F16), "{what}: halves");
+        }
+        if let Some(tiles) = &output.tiles {
+            let tiles: Vec<u8> = gpu::download(tiles, tiles.num_bytes());
+            assert!(tiles == tiles_of(&results, width), "{what}: tiles");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn every_type_and_shape_agrees_with_the_oracle() {
+    let gpu = &gpu::open();
+    for ggml_type in GgmlType::all() {
+        let block = ggml_type.block_elements();
+        for (num_tokens, rows, blocks) in [
+            (1, 1, 1),
+            (1, 33, 3),
+            (1, 70, 40),
+            (2, 16, 2),
+            (3, 7, 1),
+            (4, 20, 9),
+            (5, 33, 2),
+            (8, 16, 5),
+            (9, 40, 17),
+            (17, 50, 3),
+            (33, 129, 2),
+            (64, 17, 2),
+            (130, 136, 7),
+        ] {
+            let columns = if block == 1 { blocks * 37 } else { blocks * block };
+            let matrices = [random_matrix(ggml_type, rows, columns, rows as u64)];
+            Case { gpu, matrices: &matrices, num_tokens }.run(Target::Store);
+            if block == 1 {
+                let matrices = [random_matrix(ggml_type, rows, 8 * blocks, rows as u64)];
+                Case { gpu, matrices: &matrices, num_tokens }.run(Target::Add);
+            }
+        }
+    }
+}
+
+/// Shapes of real layers, of which different numbers of rows and columns are launched differently.
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn large_layers_agree_with_the_oracle() {
+    let gpu = &gpu::open();
+    for (ggml_type, rows, columns) in [
+        (GgmlType::Q4_K, 64, 14336),
+        (GgmlType::Q6_K, 64, 14336),
+        (GgmlType::Q4_K, 17000, 512),
+        (GgmlType::Q8_0, 4096, 1056),
+        (GgmlType::BF16, 4096, 1024),
+    ] {
+        let matrices = [random_matrix(ggml_type, rows, columns, 1)];
+        for num_tokens in [1, 8, 20, 100] {
+            Case { gpu, matrices: &matrices, num_tokens }.run(Target::Store);
+            Case { gpu, matrices: &matrices, num_tokens }.run(Target::SwiGlu);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn targets_and_stacks_agree_with_the_oracle() {
+    let gpu = &gpu::open();
+    let matrix = |ggml_type, rows| random_matrix(ggml_type, rows, 512, rows as u64 + 1);
+    let stacks = [
+        vec![matrix(GgmlType::Q4_K, 40), matrix(GgmlType::Q6_K, 24), matrix(GgmlType::Q8_0, 5)],
+        vec![matrix(GgmlType::F16, 9), matrix(GgmlType::BF16, 24)],
+        GgmlType::all().filter(|kind| kind.block_elements() > 1).map(|kind| matrix(kind, 9)).collect(),
+    ];
+    let pairs = [
+        vec![matrix(GgmlType::Q4_1, 64)],
+        vec![matrix(GgmlType::Q4_1, 40)],
+        vec![matrix(GgmlType::Q4_K, 160), matrix(GgmlType::Q6_K, 160)],
+        vec![matrix(GgmlType::Q4_K, 320), matrix(GgmlType::Q4_K, 320)],
+        vec![matrix(GgmlType::Q5_0, 23), matrix(GgmlType::Q4_0, 23)],
+        vec![matrix(GgmlType::Q5_0, 10), matrix(GgmlType::Q4_0, 20)],
+        vec![matrix(GgmlType::BF16, 96), matrix(GgmlType::BF16, 96)],
+        vec![matrix(GgmlType::F32, 33), matrix(GgmlType::F32, 33)],
+        vec![matrix(GgmlType::Q8_0, 32), matrix(GgmlType::Q2_K, 32)],
+    ];
+    for num_tokens in [1, 6, 19, 70] {
+        for matrices in &stacks {
+            Case { gpu, matrices, num_tokens }.run(Target::Store);
+            Case { gpu, matrices, num_tokens }.run(Target::Add);
+        }
+        for matrices in &pairs {
+            Case { gpu, matrices, num_tokens }.run(Target::SwiGlu);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn embeddings_are_the_dequantized_rows() {
+    let gpu = &gpu::open();
+    for ggml_type in GgmlType::all() {
+        let matrices = vec![random_matrix(ggml_type, 37, 4352, 1), random_matrix(GgmlType::Q8_0, 3, 4352, 2)];
+        let table = Arc::new(CudaLinear::new(gpu, matrices.clone()).unwrap());
+        let ids = [100, 136, 99, 137, 139, 140, 115, 116, 124, u32::MAX, 0];
+        let output = Arc::new(gpu::upload(gpu, &vec![9.0_f32; ids.len() * 4352]));
+        let mut inputs = StepInputs::new(gpu).unwrap();
+        let token_ids = inputs.stage(&ids).unwrap();
+        inputs.send().unwrap();
+        let call = EmbedCall { num_tokens: ids.len(), table, first_row: 100, token_ids, output: output.clone() };
+        Matmul::new(gpu).embed(&call).unwrap();
+        let got: Vec<f32> = gpu::download(&output, ids.len() * 4352);
+        for (id, values) in ids.iter().zip(got.chunks_exact(4352)) {
+            let mut expected = vec![0.0; 4352];
+            let row = (*id as usize).wrapping_sub(100);
+            let (matrix, row) = if row < 37 { (&matrices[0], row) } else { (&matrices[1], row.wrapping_sub(37)) };
+            if row < matrix.rows {
+                let row_bytes = matrix.bytes.len() / matrix.rows;
+                dequantize(matrix.ggml_type, &matrix.bytes[row * row_bytes..][..row_bytes], &mut expected);
+            }
+            assert_eq!(values, expected, "{ggml_type} id {id}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn wrong_shapes_are_refused() {
+    let gpu = &gpu::open();
+    let matrix = || random_matrix(GgmlType::Q4_0, 3, 64, 1);
+    assert!(CudaLinear::new(gpu, vec![]).is_err());
+    assert!(CudaLinear::new(gpu, vec![matrix(), random_matrix(GgmlType::Q4_0, 3, 32, 1)]).is_err());
+    assert!(CudaLinear::new(gpu, vec![HostMatrix { columns: 48, ..matrix() }]).is_err());
+    assert!(CudaLinear::new(gpu, vec![HostMatrix { rows: 4, ..matrix() }]).is_err());
+    assert!(CudaLinear::new(gpu, vec![HostMatrix { rows: usize::MAX, ..matrix() }]).is_err());
+    let weight = Arc::new(CudaLinear::new(gpu, vec![matrix()]).unwrap());
+    let values = Forms { values: true, ..Forms::default() };
+    let forms = weight.input_forms(1);
+    let zeroed = |columns, forms| Activations::zeroed(gpu, 2, columns, forms).unwrap();
+    let call =
+        |num_tokens, input, target, output| MatmulCall { num_tokens, weight: weight.clone(), input, target, output };
+    let matmul = Matmul::new(gpu);
+    for (is_right, call) in [
+        (false, call(3, zeroed(64, forms), Target::Store, zeroed(3, values))),
+        (false, call(1, zeroed(32, forms), Target::Store, zeroed(3, values))),
+        (false, call(1, zeroed(64, values), Target::Store, zeroed(3, values))),
+        (false, call(1, zeroed(64, forms), Target::SwiGlu, zeroed(3, values))),
+        (false, call(1, zeroed(64, forms), Target::Store, zeroed(4, values))),
+        (false, call(1, zeroed(64, forms), Target::Add, zeroed(3, Forms::default()))),
+        (true, call(0, zeroed(64, forms), Target::Store, zeroed(3, values))),
+        (true, call(2, zeroed(64, forms), Target::Store, zeroed(3, values))),
+    ] {
+        assert_eq!(matmul.launch(&call).is_ok(), is_right, "{call:?}");
+    }
+    let mut inputs = StepInputs::new(gpu).unwrap();
+    let token_ids = inputs.stage(&[0_u32]).unwrap();
+    let call = |num_tokens, len: usize| EmbedCall {
+        num_tokens,
+        table: weight.clone(),
+        first_row: 0,
+        token_ids: token_ids.clone(),
+        output: Arc::new(gpu::upload(gpu, &vec![0.0_f32; len])),
+    };
+    assert!(matmul.embed(&call(1, 63)).is_err());
+    assert!(matmul.embed(&call(2, 128)).is_err());
+    assert!(matmul.embed(&call(1, 64)).is_ok());
+}
