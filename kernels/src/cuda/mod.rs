@@ -10,23 +10,27 @@
 //! - [`activations`]: what norms, attention and SwiGLU hand to matmuls.
 //! - [`rms_norm`] and so on: one operation a file, as in `ops`. Each has a call, which holds all that decides the launch
 //!   and shares its buffers, and a launcher. Equal calls are equal launches: that is how a recorded step is recognized.
+//! - [`kv_cache`]: the paged cache of keys and values.
 //! - [`inputs`]: what changes from step to step, sent in one copy.
 //! - [`launch`]: kernels and their arguments. [`graph`]: whole steps recorded and replayed.
 
 pub mod activations;
 pub mod add;
+pub mod attention;
 pub mod compiler;
 pub mod context;
 pub mod gather_rows;
 pub mod graph;
 pub mod inputs;
 pub mod kernel_cache;
+pub mod kv_cache;
 pub mod launch;
 pub mod matmul;
 pub mod memory;
 pub mod pool;
 pub mod probe;
 pub mod rms_norm;
+pub mod rope_and_store;
 pub mod sample;
 pub mod sources;
 
@@ -35,6 +39,7 @@ pub use context::Gpu;
 pub use graph::Graph;
 pub use inputs::{InputSlice, StepInputs};
 pub use kernel_cache::KernelCache;
+pub use kv_cache::CudaKvCache;
 pub use launch::{Argument, Kernel, Launch};
 pub use memory::{DeviceBuffer, DevicePointer, PinnedBuffer};
 pub use pool::{PoolStatistics, ScratchBuffer};

@@ -3,9 +3,9 @@
 //! Invariant: sources include nothing but these headers, so a machine needs no CUDA headers to run them.
 
 use super::{
-    add, gather_rows,
+    add, attention, gather_rows,
     matmul::{embed, matvec, plain, swiglu},
-    rms_norm, sample,
+    rms_norm, rope_and_store, sample,
 };
 
 /// One `.cu` file. An operation's launcher holds its source.
@@ -22,11 +22,15 @@ pub struct Source {
 /// Every source. A test compares the list with the folder.
 pub const SOURCES: &[&Source] = &[
     &add::SOURCE,
+    &attention::decode::SOURCE,
+    &attention::prefill::HOPPER_SOURCE,
+    &attention::prefill::SOURCE,
     &embed::SOURCE,
     &gather_rows::SOURCE,
     &matvec::SOURCE,
     &plain::SOURCE,
     &rms_norm::SOURCE,
+    &rope_and_store::SOURCE,
     &sample::SOURCE,
     &swiglu::SOURCE,
 ];
@@ -34,11 +38,16 @@ pub const SOURCES: &[&Source] = &[
 /// Shared headers, by the name that sources include.
 pub const HEADERS: &[(&str, &str)] = &[
     ("activations.cuh", include_str!("../../cuda/include/activations.cuh")),
+    ("attention.cuh", include_str!("../../cuda/include/attention.cuh")),
     ("gumbel.cuh", include_str!("../../cuda/include/gumbel.cuh")),
+    ("half_mma.cuh", include_str!("../../cuda/include/half_mma.cuh")),
+    ("kv_cache.cuh", include_str!("../../cuda/include/kv_cache.cuh")),
     ("launch.cuh", include_str!("../../cuda/include/launch.cuh")),
     ("layer.cuh", include_str!("../../cuda/include/layer.cuh")),
     ("ordered.cuh", include_str!("../../cuda/include/ordered.cuh")),
     ("plain.cuh", include_str!("../../cuda/include/plain.cuh")),
     ("reduce.cuh", include_str!("../../cuda/include/reduce.cuh")),
+    ("rope.cuh", include_str!("../../cuda/include/rope.cuh")),
     ("weights.cuh", include_str!("../../cuda/include/weights.cuh")),
+    ("wgmma.cuh", include_str!("../../cuda/include/wgmma.cuh")),
 ];

@@ -1,0 +1,557 @@
+// Attention of a few query tokens a sequence over its whole cache; memory-bound, so every key and value is read once.
+// Sources: Flash-Decoding (Dao et al. 2023); FlashAttention-4's rule to rescale only where the maximum grows much.
+//
+// Work is cut for balance, not by sequence: the units (UNIT tokens of a head) of all sequences and key/value heads make
+// one list, and each block takes an equal range of it. What a block has of one sequence and head is a segment. Inside it
+// each warp takes 16 tokens of a unit through its own ring of copies. Products are transposed, S = K x Q' and
+// O' = V' x P', so that the 8 columns of the tensor cores hold the query rows (heads of the group times tokens) and the
+// 16 rows hold keys. A segment that is not all of its sequence is written to `partials`; of the blocks that share a
+// sequence and head the last to arrive adds up, in the order of the blocks, so results repeat.
+// Launch: any number of blocks of THREADS threads, the same as partials were allocated for; dynamic shared memory.
+// -DHEAD_DIM -DBLOCK_SIZE -DBFLOAT as in kv_cache.cuh; -DQUERY_FLOAT=1: queries of f32; -DSTAGES: copies in a ring;
+// -DROWS: query rows of a segment, 8 or 16 or 32; -DFUSED=1: rows are qkv of one new token a sequence, not yet rotated:
+// rotates, stores keys and values in the cache and attends, all in one.
+
+#include "attention.cuh"
+#include "rope.cuh"
+
+constexpr unsigned WARPS = 4;
+constexpr unsigned THREADS = WARPS * WARP;
+constexpr unsigned STEP = 16;  // tokens of a warp at a time
+constexpr unsigned UNIT = WARPS * STEP;
+constexpr unsigned MAX_SEQUENCES = 1024;
+constexpr unsigned STAGE = 2 * STEP * HEAD_DIM;  // elements: keys, then values
+constexpr unsigned COLUMNS = QUERY_ROWS / 8;  // tiles of query rows
+constexpr unsigned DEPTH = HEAD_DIM / 16;
+// Query rows in shared memory, padded against bank conflicts.
+constexpr unsigned QUERY_STRIDE = HEAD_DIM + 8;
+constexpr unsigned OUTPUT_STRIDE = HEAD_DIM + 4;
+// A partial: QUERY_ROWS x HEAD_DIM sums, then maxima and sums of weights of the rows.
+constexpr unsigned PARTIAL = QUERY_ROWS * (HEAD_DIM + 2);
+
+constexpr unsigned RING_BYTES = WARPS * STAGES * STAGE * 2;
+static_assert(WARPS * QUERY_ROWS * OUTPUT_STRIDE * 4 <= RING_BYTES, "sums of the warps take the place of the rings");
+
+struct Shared {
+    half_t* rings;  // [WARPS][STAGES][STAGE]; afterwards float [WARPS][QUERY_ROWS][OUTPUT_STRIDE]
+    half_t* queries;  // [QUERY_ROWS][QUERY_STRIDE]
+    half_t* fresh;  // [2][HEAD_DIM]: key and value of the new token
+    float2* rotations;  // [HEAD_DIM / 2]
+    float* maxima;  // [WARPS][QUERY_ROWS]
+    float* sums;  // [WARPS][QUERY_ROWS]
+    uint32_t* prefix;  // [MAX_SEQUENCES + 1]: units times row tiles before each sequence
+};
+
+// Everything that does not change within a launch.
+struct Call {
+    Batch batch;
+    Heads heads;
+    const query_t* queries;
+    uint64_t query_stride;
+    half_t* layer;
+    float scale;  // of the scores, times log2(e)
+    float* partials;  // [2 * blocks][PARTIAL]
+    uint32_t* counters;  // [blocks], zero before and after
+    uint32_t min_units;  // smallest range of a block
+    Activations output;
+    Rope rope;
+};
+
+// A range of units of one sequence, key/value head and tile of query rows.
+struct Segment {
+    uint32_t sequence, key_value_head, row_tile;
+    uint32_t first_unit, end_unit, num_units;
+    uint32_t num_tokens, num_keys;
+    HeadRange heads;
+    uint32_t pair_start;  // in the list of units
+};
+
+__device__ __forceinline__ uint32_t row_tiles(const Call& call, uint32_t tokens) {
+    return (tokens * call.heads.group_size + QUERY_ROWS - 1) / QUERY_ROWS;
+}
+
+__device__ __forceinline__ uint32_t units(uint32_t num_keys) {
+    return (num_keys + UNIT - 1) / UNIT;
+}
+
+// Fills `prefix`; the total of units over all heads.
+__device__ __forceinline__ uint32_t count_units(const Call& call, uint32_t* prefix) {
+    __shared__ uint32_t warp_totals[WARPS];
+    const Batch& batch = call.batch;
+    const uint32_t each = (batch.num_sequences + THREADS - 1) / THREADS, first = threadIdx.x * each;
+    uint32_t own = 0;
+    for (uint32_t sequence = first; sequence < min(first + each, batch.num_sequences); ++sequence) {
+        const uint32_t tokens = num_tokens(batch, sequence);
+        own += tokens == 0 ? 0 : row_tiles(call, tokens) * units(batch.first_positions[sequence] + tokens);
+        prefix[sequence + 1] = own;
+    }
+    const unsigned lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    uint32_t before = own;
+#pragma unroll
+    for (unsigned distance = 1; distance < WARP; distance *= 2) {
+        const uint32_t other = __shfl_up_sync(FULL_MASK, before, distance);
+        before += lane >= distance ? other : 0;
+    }
+    if (lane == WARP - 1) warp_totals[warp] = before;
+    before -= own;
+    __syncthreads();
+    uint32_t total = 0;
+    for (unsigned other = 0; other < WARPS; ++other) {
+        before += other < warp ? warp_totals[other] : 0;
+        total += warp_totals[other];
+    }
+    for (uint32_t sequence = first; sequence < min(first + each, batch.num_sequences); ++sequence) {
+        prefix[sequence + 1] += before;
+    }
+    if (threadIdx.x == 0) prefix[0] = 0;
+    __syncthreads();
+    return total * call.heads.num_key_value_heads;
+}
+
+// The segment at place `at` of the list, not beyond `end`.
+__device__ __forceinline__ Segment find_segment(const Call& call, const uint32_t* prefix, uint32_t at, uint32_t end) {
+    const uint32_t num_heads = call.heads.num_key_value_heads, place = at / num_heads;
+    uint32_t low = 0, high = call.batch.num_sequences;
+    while (low + 1 < high) {
+        const uint32_t middle = (low + high) / 2;
+        if (prefix[middle] <= place) low = middle;
+        else high = middle;
+    }
+    Segment segment;
+    segment.sequence = low;
+    segment.num_tokens = num_tokens(call.batch, low);
+    segment.num_keys = call.batch.first_positions[low] + segment.num_tokens;
+    segment.num_units = units(segment.num_keys);
+    const uint32_t start = prefix[low] * num_heads;
+    const uint32_t pair = (at - start) / segment.num_units;
+    segment.pair_start = start + pair * segment.num_units;
+    segment.key_value_head = pair % num_heads;
+    segment.row_tile = pair / num_heads;
+    segment.heads = query_heads(call.heads, segment.key_value_head);
+    segment.first_unit = at - segment.pair_start;
+    segment.end_unit = min(segment.num_units, end - segment.pair_start);
+    return segment;
+}
+
+// Copies of a warp's share of a segment into its ring.
+struct Feed {
+    const half_t* tiles;  // keys of block 0 of this head
+    const uint32_t* table;
+    uint64_t block_stride;
+    uint32_t ring;
+    uint32_t first_key, num_steps, num_keys, first_position;
+    uint32_t next_block;
+
+    __device__ __forceinline__ Feed(const Call& call, const Segment& segment, uint32_t ring) : ring(ring) {
+        const uint32_t heads = call.heads.num_key_value_heads;
+        tiles = call.layer + tile_offset(0, segment.key_value_head, heads);
+        table = call.batch.block_tables + (uint64_t)segment.sequence * call.batch.table_stride;
+        block_stride = tile_offset(1, 0, heads);
+        num_keys = segment.num_keys;
+        first_position = num_keys - segment.num_tokens;
+        first_key = segment.first_unit * UNIT + threadIdx.x / WARP * STEP;
+        num_steps = segment.end_unit - segment.first_unit;
+        // The last unit may end before this warp's tokens.
+        if (num_steps > 0 && first_key + (num_steps - 1) * UNIT >= num_keys) --num_steps;
+        next_block = num_steps > 0 ? table[first_key / BLOCK_SIZE] : 0;
+    }
+
+    __device__ __forceinline__ uint32_t stage(uint32_t step) const {
+        return ring + step % STAGES * (STAGE * 2);
+    }
+
+    __device__ __forceinline__ void issue(uint32_t step) {
+        if (step < num_steps) {
+            const uint32_t key = first_key + step * UNIT, lane = threadIdx.x % WARP;
+            // What this step stored may still be on its way; what earlier steps stored is there.
+            if (!FUSED && key + STEP > first_position) wait_for_previous();
+            const half_t* block = tiles + next_block * block_stride + key % BLOCK_SIZE * PIECE;
+            const uint32_t to = stage(step);
+#pragma unroll
+            for (unsigned chunk = lane; chunk < STAGE / CHUNK; chunk += WARP) {
+                constexpr unsigned SIDE = STEP * HEAD_CHUNKS, IN_PIECE = STEP * PIECE_CHUNKS;
+                const unsigned within = chunk % SIDE, row = within % IN_PIECE / PIECE_CHUNKS;
+                const half_t* from = block + chunk / SIDE * TILE + within / IN_PIECE * (BLOCK_SIZE * PIECE) +
+                                     within % IN_PIECE * CHUNK;
+                // Whatever lies behind the last token may be no number, and 0 times that is none.
+                copy_async(to + chunk * 16, from, key + row < num_keys);
+            }
+            if (step + 1 < num_steps) next_block = table[(key + UNIT) / BLOCK_SIZE];
+        }
+        commit_copies();
+    }
+};
+
+// Weighted sums of one warp: dimensions 16 d + lane / 4 (+ 8) of query rows 8 c + lane % 4 * 2 (+ 1).
+struct Sums {
+    float output[COLUMNS][DEPTH][4];
+    float maximum[COLUMNS][2], sum[COLUMNS][2];  // maxima in units of log2
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (unsigned column = 0; column < COLUMNS; ++column) {
+            maximum[column][0] = maximum[column][1] = LOWEST;
+            sum[column][0] = sum[column][1] = 0.0f;
+#pragma unroll
+            for (unsigned index = 0; index < DEPTH * 4; ++index) output[column][index / 4][index % 4] = 0.0f;
+        }
+    }
+
+    // Takes up new maxima where scores outgrew the old ones.
+    __device__ __forceinline__ void raise(unsigned column, const float (&score)[4]) {
+        const bool grows = fmaxf(score[0], score[2]) > maximum[column][0] + SLACK ||
+                           fmaxf(score[1], score[3]) > maximum[column][1] + SLACK;
+        if (!__any_sync(FULL_MASK, grows)) return;
+#pragma unroll
+        for (unsigned half = 0; half < 2; ++half) {
+            float largest = fmaxf(score[half], score[2 + half]);
+#pragma unroll
+            for (unsigned distance = 4; distance < WARP; distance *= 2) {
+                largest = fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, distance));
+            }
+            largest = fmaxf(largest, maximum[column][half]);
+            const float factor = exp2_fast(maximum[column][half] - largest);
+            maximum[column][half] = largest;
+            sum[column][half] *= factor;
+#pragma unroll
+            for (unsigned depth = 0; depth < DEPTH; ++depth) {
+                output[column][depth][half] *= factor;
+                output[column][depth][2 + half] *= factor;
+            }
+        }
+    }
+};
+
+// Adds 16 tokens, whose keys and values are at `stage`. Row limits say how many keys each query row of the lane sees.
+__device__ __forceinline__ void attend(Sums& sums, const uint32_t (&queries)[COLUMNS][DEPTH][2], uint32_t stage,
+                                       uint32_t key, const uint32_t (&limits)[COLUMNS][2], bool is_masked, float scale) {
+    const unsigned lane = threadIdx.x % WARP;
+    float scores[COLUMNS][4] = {};
+    // Two chains of products hide half of their latency.
+    float odd[COLUMNS][4] = {};
+#pragma unroll
+    for (unsigned depth = 0; depth < DEPTH; ++depth) {
+        uint32_t keys[4];
+        load_matrices(keys, stage + 2 * chunk_offset<STEP>(lane % 16, 2 * depth + lane / 16));
+#pragma unroll
+        for (unsigned column = 0; column < COLUMNS; ++column) {
+            mma(depth % 2 ? odd[column] : scores[column], keys, queries[column][depth][0], queries[column][depth][1]);
+        }
+    }
+    uint32_t weights[COLUMNS][2];
+#pragma unroll
+    for (unsigned column = 0; column < COLUMNS; ++column) {
+#pragma unroll
+        for (unsigned index = 0; index < 4; ++index) {
+            scores[column][index] = (scores[column][index] + odd[column][index]) * scale;
+            if (is_masked && key + lane / 4 + index / 2 * 8 >= limits[column][index % 2]) {
+                scores[column][index] = NEGATIVE_INFINITY;
+            }
+        }
+        sums.raise(column, scores[column]);
+#pragma unroll
+        for (unsigned index = 0; index < 4; ++index) {
+            scores[column][index] = exp2_fast(scores[column][index] - sums.maximum[column][index % 2]);
+            sums.sum[column][index % 2] += scores[column][index];
+        }
+        weights[column][0] = transpose(pack(scores[column][0], scores[column][1]));
+        weights[column][1] = transpose(pack(scores[column][2], scores[column][3]));
+    }
+    const uint32_t values_at = stage + STAGE;
+#pragma unroll
+    for (unsigned depth = 0; depth < DEPTH; ++depth) {
+        uint32_t values[4];
+        const unsigned row = lane % 8 + lane / 16 * 8, chunk = 2 * depth + lane / 8 % 2;
+        load_matrices_transposed(values, values_at + 2 * chunk_offset<STEP>(row, chunk));
+#pragma unroll
+        for (unsigned column = 0; column < COLUMNS; ++column) {
+            mma(sums.output[column][depth], values, weights[column][0], weights[column][1]);
+        }
+    }
+}
+
+// Rows of a segment: row r is token r / heads, query head r % heads of the group.
+__device__ __forceinline__ uint32_t first_row(const Segment& segment) {
+    return segment.row_tile * QUERY_ROWS;
+}
+
+__device__ __forceinline__ uint32_t num_rows(const Segment& segment) {
+    const uint32_t all = segment.num_tokens * segment.heads.count, first = first_row(segment);
+    return all > first ? min(all - first, QUERY_ROWS) : 0;
+}
+
+// Brings the query rows to shared memory; rotates them, and the new key and value, if they are not yet.
+__device__ __forceinline__ void load_rows(const Call& call, const Segment& segment, const Shared& shared) {
+    const uint32_t token = call.batch.token_offsets[segment.sequence], rows = num_rows(segment);
+    for (uint32_t index = threadIdx.x; index < QUERY_ROWS * HEAD_DIM; index += THREADS) {
+        const uint32_t row = index / HEAD_DIM, element = index % HEAD_DIM;
+        float value = 0.0f;
+        if (row < rows) {
+            const uint32_t place = first_row(segment) + row;
+            const query_t* head = call.queries + (token + place / segment.heads.count) * call.query_stride +
+                                  (segment.heads.first + place % segment.heads.count) * HEAD_DIM;
+            value = FUSED ? rotated(call.rope, shared.rotations, head, element) : to_float(head[element]);
+        }
+        shared.queries[row * QUERY_STRIDE + element] = to_element(value);
+    }
+    if (!FUSED || segment.end_unit < segment.num_units) return;
+    const query_t* keys = call.queries + token * call.query_stride +
+                          (call.heads.num_heads + segment.key_value_head) * HEAD_DIM;
+    const query_t* values = keys + call.heads.num_key_value_heads * HEAD_DIM;
+    const uint32_t position = segment.num_keys - 1;
+    const uint32_t* table = call.batch.block_tables + (uint64_t)segment.sequence * call.batch.table_stride;
+    half_t* tile = call.layer + tile_offset(table[position / BLOCK_SIZE], segment.key_value_head,
+                                            call.heads.num_key_value_heads);
+    for (uint32_t index = threadIdx.x; index < 2 * HEAD_DIM; index += THREADS) {
+        const uint32_t element = index % HEAD_DIM;
+        const bool is_key = index < HEAD_DIM;
+        const half_t value =
+            to_element(is_key ? rotated(call.rope, shared.rotations, keys, element) : to_float(values[element]));
+        shared.fresh[index] = value;
+        if (segment.row_tile == 0) {
+            const unsigned at = chunk_offset<BLOCK_SIZE>(position % BLOCK_SIZE, element / CHUNK) + element % CHUNK;
+            tile[(is_key ? 0 : TILE) + at] = value;
+        }
+    }
+}
+
+// Writes the new token over what was copied of its slot.
+__device__ __forceinline__ void place_fresh(const Shared& shared, half_t* stage, uint32_t row) {
+    for (unsigned chunk = threadIdx.x % WARP; chunk < 2 * HEAD_CHUNKS; chunk += WARP) {
+        const unsigned side = chunk / HEAD_CHUNKS;
+        half_t* to = stage + side * (STEP * HEAD_DIM) + chunk_offset<STEP>(row, chunk % HEAD_CHUNKS);
+        *(uint4*)to = *(const uint4*)(shared.fresh + chunk * CHUNK);
+    }
+    __syncwarp();
+}
+
+// All steps of the warp.
+__device__ __forceinline__ void run(const Call& call, const Segment& segment, const Shared& shared, Feed& feed,
+                                    Sums& sums) {
+    const unsigned lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    uint32_t queries[COLUMNS][DEPTH][2], limits[COLUMNS][2];
+#pragma unroll
+    for (unsigned column = 0; column < COLUMNS; ++column) {
+#pragma unroll
+        for (unsigned depth = 0; depth < DEPTH; ++depth) {
+            const half_t* row = shared.queries + (8 * column + lane / 4) * QUERY_STRIDE + 16 * depth + lane % 4 * 2;
+            queries[column][depth][0] = *(const uint32_t*)row;
+            queries[column][depth][1] = *(const uint32_t*)(row + 8);
+        }
+#pragma unroll
+        for (unsigned half = 0; half < 2; ++half) {
+            const uint32_t place = first_row(segment) + 8 * column + lane % 4 * 2 + half;
+            const uint32_t token = place / max(segment.heads.count, 1u);
+            limits[column][half] = feed.first_position + min(token + 1, segment.num_tokens);
+        }
+    }
+    const uint32_t position = segment.num_keys - 1;
+    for (uint32_t step = 0; step < feed.num_steps; ++step) {
+        await_copies<STAGES - 2>();
+        __syncwarp();
+        const uint32_t key = feed.first_key + step * UNIT;
+        if (FUSED && position - key < STEP) {
+            place_fresh(shared, shared.rings + (warp * STAGES + step % STAGES) * STAGE, position - key);
+        }
+        attend(sums, queries, feed.stage(step), key, limits, key + STEP > feed.first_position, call.scale);
+        __syncwarp();
+        feed.issue(step + STAGES - 1);
+    }
+    await_copies<0>();
+}
+
+// Stores 32 columns of a head; `columns` of the output need be no multiple of 32 where there are no tiles.
+__device__ __forceinline__ void store(const Activations& to, uint32_t token, uint32_t head, unsigned part, float value) {
+    if (HEAD_DIM % WARP == 0) {
+        store_activations(to, token, head * (HEAD_DIM / WARP) + part, value);
+    } else if (part * WARP + threadIdx.x % WARP < HEAD_DIM) {
+        const uint64_t at = (uint64_t)token * to.columns + head * HEAD_DIM + part * WARP + threadIdx.x % WARP;
+        if (to.halves != nullptr) to.halves[at] = to.is_bfloat ? to_bfloat(value) : to_half(value);
+        if (to.values != nullptr) to.values[at] = value;
+    }
+}
+
+// Adds `count` partials of a row and stores it. `at(p)` gives partial p.
+template <typename Locate>
+__device__ __forceinline__ void combine_row(const Call& call, const Segment& segment, uint32_t row, uint32_t count,
+                                            Locate at) {
+    constexpr unsigned PARTS = (HEAD_DIM + WARP - 1) / WARP, AHEAD = 4;
+    const unsigned lane = threadIdx.x % WARP;
+    float output[PARTS] = {}, largest = LOWEST, sum = 0.0f;
+    for (uint32_t base = 0; base < count; base += WARP) {
+        // A lane has the weight of one partial.
+        const float* own = at(min(base + lane, count - 1));
+        const float maximum = base + lane < count ? __ldcg(own + QUERY_ROWS * HEAD_DIM + row) : LOWEST;
+        const float own_sum = base + lane < count ? __ldcg(own + QUERY_ROWS * (HEAD_DIM + 1) + row) : 0.0f;
+        const uint32_t here = min(WARP, count - base);
+        float values[AHEAD][PARTS], weight = 0.0f;
+        for (uint32_t part = 0; part < here; part += AHEAD) {
+#pragma unroll
+            for (unsigned index = 0; index < AHEAD * PARTS; ++index) {
+                const unsigned column = min(index % PARTS * WARP + lane, HEAD_DIM - 1);
+                const float* from = at(base + min(part + index / PARTS, here - 1));
+                values[index / PARTS][index % PARTS] = __ldcg(from + row * HEAD_DIM + column);
+            }
+            if (part == 0) {
+                float all = fmaxf(largest, maximum);
+#pragma unroll
+                for (unsigned distance = 16; distance > 0; distance /= 2) {
+                    all = fmaxf(all, __shfl_xor_sync(FULL_MASK, all, distance));
+                }
+                const float factor = exp2_fast(largest - all);
+                largest = all;
+                weight = base + lane < count ? exp2_fast(maximum - all) : 0.0f;
+                sum = sum * factor + weight * own_sum;
+#pragma unroll
+                for (unsigned index = 0; index < PARTS; ++index) output[index] *= factor;
+            }
+#pragma unroll
+            for (unsigned index = 0; index < AHEAD; ++index) {
+                const float other = __shfl_sync(FULL_MASK, weight, min(part + index, here - 1));
+                if (part + index >= here) break;
+#pragma unroll
+                for (unsigned column = 0; column < PARTS; ++column) output[column] += other * values[index][column];
+            }
+        }
+    }
+#pragma unroll
+    for (unsigned distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(FULL_MASK, sum, distance);
+    const uint32_t place = first_row(segment) + row;
+    const uint32_t token = call.batch.token_offsets[segment.sequence] + place / segment.heads.count;
+    const uint32_t head = segment.heads.first + place % segment.heads.count;
+#pragma unroll
+    for (unsigned index = 0; index < PARTS; ++index) store(call.output, token, head, index, output[index] / sum);
+}
+
+// Adds one for all writes of the block before it, and sees the writes of those that did so before.
+__device__ __forceinline__ uint32_t count_arrival(uint32_t* counter) {
+    uint32_t before;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
+// Joins the sums of the warps: into the output if the segment is all of its pair, else into a partial.
+__device__ __forceinline__ void join_warps(const Call& call, const Segment& segment, const Shared& shared, Sums& sums,
+                                           float* partial) {
+    const unsigned lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    float* outputs = (float*)shared.rings;
+#pragma unroll
+    for (unsigned column = 0; column < COLUMNS; ++column) {
+#pragma unroll
+        for (unsigned half = 0; half < 2; ++half) {
+            const unsigned row = 8 * column + lane % 4 * 2 + half;
+            float sum = sums.sum[column][half];
+#pragma unroll
+            for (unsigned distance = 4; distance < WARP; distance *= 2) {
+                sum += __shfl_xor_sync(FULL_MASK, sum, distance);
+            }
+            if (lane < 4) {
+                shared.maxima[warp * QUERY_ROWS + row] = sums.maximum[column][half];
+                shared.sums[warp * QUERY_ROWS + row] = sum;
+            }
+            float* to = outputs + (warp * QUERY_ROWS + row) * OUTPUT_STRIDE + lane / 4;
+#pragma unroll
+            for (unsigned depth = 0; depth < DEPTH; ++depth) {
+                to[16 * depth] = sums.output[column][depth][half];
+                to[16 * depth + 8] = sums.output[column][depth][2 + half];
+            }
+        }
+    }
+    __syncthreads();
+    const uint32_t rows = num_rows(segment);
+    for (uint32_t row = warp; row < rows; row += WARPS) {
+        float largest = LOWEST, sum = 0.0f, weights[WARPS];
+#pragma unroll
+        for (unsigned other = 0; other < WARPS; ++other) largest = fmaxf(largest, shared.maxima[other * QUERY_ROWS + row]);
+#pragma unroll
+        for (unsigned other = 0; other < WARPS; ++other) {
+            weights[other] = exp2_fast(shared.maxima[other * QUERY_ROWS + row] - largest);
+            sum += weights[other] * shared.sums[other * QUERY_ROWS + row];
+        }
+        const uint32_t place = first_row(segment) + row;
+        const uint32_t token = call.batch.token_offsets[segment.sequence] + place / segment.heads.count;
+        for (unsigned part = 0; part < (HEAD_DIM + WARP - 1) / WARP; ++part) {
+            const unsigned element = part * WARP + lane;
+            float value = 0.0f;
+#pragma unroll
+            for (unsigned other = 0; other < WARPS; ++other) {
+                // Reads of the padding behind a row of 80 are harmless and not stored.
+                value += weights[other] * outputs[(other * QUERY_ROWS + row) * OUTPUT_STRIDE + min(element, HEAD_DIM - 1)];
+            }
+            if (partial == nullptr) {
+                const uint32_t head = segment.heads.first + place % segment.heads.count;
+                store(call.output, token, head, part, value / sum);
+            } else if (element < HEAD_DIM) {
+                partial[row * HEAD_DIM + element] = value;
+            }
+        }
+        if (partial != nullptr && lane == 0) {
+            partial[QUERY_ROWS * HEAD_DIM + row] = largest;
+            partial[QUERY_ROWS * (HEAD_DIM + 1) + row] = sum;
+        }
+    }
+}
+
+// Counts this block among those of the pair; the last one adds up their partials.
+__device__ __forceinline__ void combine_blocks(const Call& call, const Segment& segment, uint32_t range) {
+    __shared__ bool is_last;
+    const uint32_t first = segment.pair_start / range;
+    const uint32_t last = (segment.pair_start + segment.num_units - 1) / range;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        is_last = count_arrival(call.counters + first) == last - first;
+        if (is_last) call.counters[first] = 0;
+    }
+    __syncthreads();
+    if (!is_last) return;
+    const bool starts_range = segment.pair_start % range == 0;
+    for (uint32_t row = threadIdx.x / WARP; row < num_rows(segment); row += WARPS) {
+        combine_row(call, segment, row, last - first + 1, [&](uint32_t part) {
+            // A block's first segment is in its first place, its last one in the second.
+            const uint64_t place = 2ull * (first + part) + (part == 0 && !starts_range);
+            return call.partials + place * PARTIAL;
+        });
+    }
+}
+
+extern "C" __global__ __launch_bounds__(THREADS) void attention_decode(const __grid_constant__ Call call) {
+    extern __shared__ __align__(128) uint8_t dynamic[];
+    __shared__ __align__(16) half_t queries[QUERY_ROWS * QUERY_STRIDE];
+    __shared__ __align__(16) half_t fresh[2 * HEAD_DIM];
+    __shared__ float2 rotations[HEAD_DIM / 2];
+    __shared__ float maxima[WARPS * QUERY_ROWS], weight_sums[WARPS * QUERY_ROWS];
+    __shared__ uint32_t prefix[MAX_SEQUENCES + 1];
+    const Shared shared = {(half_t*)dynamic, queries, fresh, rotations, maxima, weight_sums, prefix};
+    allow_next();
+    const uint32_t total = count_units(call, prefix);
+    const uint32_t range = max(call.min_units, (total + gridDim.x - 1) / gridDim.x);
+    const uint32_t begin = min(total, blockIdx.x * range), end = min(total, begin + range);
+    const uint32_t ring = shared_address(dynamic) + threadIdx.x / WARP * (STAGES * STAGE * 2);
+    for (uint32_t at = begin; at < end;) {
+        const Segment segment = find_segment(call, prefix, at, end);
+        Feed feed(call, segment, ring);
+#pragma unroll
+        for (unsigned step = 0; step < STAGES - 1; ++step) feed.issue(step);
+        if (FUSED) {
+            for (uint32_t pair = threadIdx.x; pair < call.rope.rotary_dim / 2; pair += THREADS) {
+                rotations[pair] = rotation(call.rope, segment.num_keys - 1, pair);
+            }
+            __syncthreads();
+        }
+        wait_for_previous();
+        load_rows(call, segment, shared);
+        __syncthreads();
+        Sums sums;
+        sums.clear();
+        run(call, segment, shared, feed, sums);
+        __syncthreads();
+        const bool is_whole = segment.first_unit == 0 && segment.end_unit == segment.num_units;
+        const unsigned place = at == begin ? 0 : 1;
+        join_warps(call, segment, shared, sums,
+                   is_whole ? nullptr : call.partials + (2ull * blockIdx.x + place) * PARTIAL);
+        if (!is_whole) combine_blocks(call, segment, range);
+        __syncthreads();
+        at += segment.end_unit - segment.first_unit;
+    }
+    wait_for_previous();
+}
