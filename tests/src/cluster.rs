@@ -4,6 +4,7 @@
 
 use std::{
     fs::File,
+    path::Path,
     process::{Child, Command, ExitStatus, Stdio},
     time::{Duration, Instant},
 };
@@ -49,7 +50,14 @@ impl Cluster {
     /// # Errors
     /// With the cluster's log, if it does not.
     pub fn start(layout: Layout) -> anyhow::Result<Self> {
-        let model = environment::model()?;
+        Self::start_with(layout, &environment::model()?)
+    }
+
+    /// The same with a model file of the test's own.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub fn start_with(layout: Layout, model: &Path) -> anyhow::Result<Self> {
         let turn = turn()?;
         let folder = TempDir::new()?;
         let ready_file = folder.path().join("ready.json");
@@ -113,16 +121,23 @@ impl Cluster {
         std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
     }
 
-    /// Stops it as a user does and returns its exit status.
+    /// Stops it as a user does, with Ctrl-C, and returns its exit status and log.
     ///
     /// # Errors
     /// If it does not end.
-    pub fn stop(mut self) -> anyhow::Result<ExitStatus> {
-        self.end()
+    pub fn stop(mut self) -> anyhow::Result<(ExitStatus, String)> {
+        let sent = Command::new("kill").arg("-INT").arg(self.up.id().to_string()).status()?;
+        anyhow::ensure!(sent.success(), "the cluster takes no signal");
+        let status = self.wait()?;
+        Ok((status, self.log()))
     }
 
     fn end(&mut self) -> anyhow::Result<ExitStatus> {
         drop(self.up.stdin.take());
+        self.wait()
+    }
+
+    fn wait(&mut self) -> anyhow::Result<ExitStatus> {
         let end = Instant::now() + PATIENCE;
         while Instant::now() < end {
             if let Some(status) = self.up.try_wait()? {

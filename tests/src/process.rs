@@ -1,11 +1,12 @@
 //! Programs that a test runs to their end, which never takes longer than [`PATIENCE`].
 
 use std::{
+    path::{Path, PathBuf},
     process::{Output, Stdio},
     time::Duration,
 };
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use tokio::{io::AsyncWriteExt, process::Command, time::timeout};
 
 use crate::environment;
@@ -40,4 +41,19 @@ pub async fn lockstep(arguments: &[&str]) -> anyhow::Result<Output> {
     let mut command = std::process::Command::new(environment::binary()?);
     command.args(arguments);
     finish(command, &[]).await
+}
+
+/// Writes a made-up model of some 27 MB a layer into `folder`.
+///
+/// # Errors
+/// If it cannot be written.
+pub async fn synthesize(folder: &Path, num_layers: usize) -> anyhow::Result<PathBuf> {
+    let model = folder.join("larger.gguf");
+    let layers = format!("--num-hidden-layers={num_layers}");
+    let shape = ["--hidden-size=2048", "--intermediate-size=5632", "--num-attention-heads=16", "--head-dim=128"];
+    let output = model.to_str().context("a path that is no text")?;
+    let rest = ["--num-key-value-heads=4", "--vocab-size=4096", &layers, "--output", output];
+    let written = lockstep(&[&["synth", "tiny"], &shape[..], &rest].concat()).await?;
+    ensure!(written.status.success(), "synth failed: {written:?}");
+    Ok(model)
 }

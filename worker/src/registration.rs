@@ -93,6 +93,8 @@ fn endpoint(coordinator: &str) -> Result<Endpoint, WorkerError> {
 enum End {
     /// We were told to stop.
     Stopped,
+    /// The coordinator said that it stops; another may take its place.
+    Farewell(String),
     /// Try again.
     Lost(String),
     /// Trying again is no use.
@@ -110,17 +112,26 @@ struct Session {
 impl Session {
     async fn run_for_ever(&mut self) -> Option<WorkerError> {
         let mut backoff = BACKOFF.0;
+        // After a farewell nobody needs a warning before the longest wait.
+        let mut is_expected = false;
         let address = self.state.config.coordinator.clone();
         loop {
             let was_registered = std::mem::take(&mut self.was_registered);
             let end = self.register(was_registered).await;
             if self.was_registered {
-                backoff = BACKOFF.0;
+                (backoff, is_expected) = (BACKOFF.0, false);
             }
             self.was_registered |= was_registered;
             match end {
                 End::Stopped => return None,
                 End::Refused(what) => return Some(WorkerError::Coordinator { address, what }),
+                End::Farewell(what) => {
+                    is_expected = true;
+                    tracing::info!(%address, what, "not registered, trying again");
+                }
+                End::Lost(what) if is_expected && backoff < BACKOFF.1 => {
+                    tracing::info!(%address, what, "not registered, trying again");
+                }
                 End::Lost(what) => tracing::warn!(%address, what, "not registered, trying again"),
             }
             let jitter = rand::rng().random_range(0.5..1.0);
@@ -156,6 +167,7 @@ impl Session {
             Class::AlreadyExists | Class::InvalidRequest | Class::Unauthenticated => {
                 End::Refused(status.message().to_owned())
             }
+            Class::ShuttingDown => End::Farewell(status.message().to_owned()),
             _ => End::Lost(status.to_string()),
         };
         let replies = ClusterClient::new(channel).register(ReceiverStream::new(outbound)).await;

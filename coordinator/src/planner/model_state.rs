@@ -119,9 +119,13 @@ impl ModelState {
         self.problem = Some(format!("waits for workers: {num_usable} of {needed} are registered{cause}"));
     }
 
-    /// Notes that a replica broke.
+    /// Notes that a replica broke, or was let go with its model.
     pub fn note_break(&mut self, replica: &Replica, reason: &str) {
         let (model, index, plan_epoch) = (&self.spec.name, replica.index, replica.plan_epoch);
+        if self.removal.is_some() {
+            tracing::info!(model, replica = index, plan_epoch, "replica freed");
+            return;
+        }
         tracing::warn!(model, replica = index, plan_epoch, reason, "replica broke");
         let text = format!("replica {index} broke: {reason}");
         self.problem.get_or_insert_with(|| text.clone());

@@ -80,7 +80,12 @@ impl Reconciler {
         let mut tick = tokio::time::interval(TICK);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
-            self.reconcile(Instant::now());
+            let live = Arc::clone(&self.registry.borrow_and_update());
+            // Registrations end after `closing`: whoever is missing then was not lost.
+            if closing.is_cancelled() {
+                break;
+            }
+            self.reconcile(&live, Instant::now());
             tokio::select! {
                 () = closing.cancelled() => break,
                 Some(command) = commands.recv() => self.obey(command, Instant::now()),
@@ -97,14 +102,13 @@ impl Reconciler {
         }
     }
 
-    fn reconcile(&mut self, now: Instant) {
-        let live = Arc::clone(&self.registry.borrow_and_update());
-        self.follow_workers(&live);
-        self.break_reported(&live);
+    fn reconcile(&mut self, live: &Workers, now: Instant) {
+        self.follow_workers(live);
+        self.break_reported(live);
         self.drain_replicas(now);
         self.free_broken();
         self.remove_unloaded();
-        self.start_attempts(&live, now);
+        self.start_attempts(live, now);
         self.publish();
     }
 

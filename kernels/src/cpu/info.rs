@@ -43,7 +43,9 @@ pub(super) fn available_memory_bytes() -> u64 {
 pub(super) fn measure_read_bandwidth(team: &Team) -> f64 {
     /// Reported when there is not even memory to measure with.
     const FALLBACK: f64 = 1e10;
-    let Ok(buffer) = AlignedBuffer::zeroed(PROBE_BYTES) else { return FALLBACK };
+    let Ok(mut buffer) = AlignedBuffer::zeroed(PROBE_BYTES) else { return FALLBACK };
+    // Pages that were never written are all one page, which the caches hold.
+    buffer.bytes_mut().fill(1);
     let values = buffer.values::<f32>();
     team.stay_awake(|| {
         team.run(&|_| ());

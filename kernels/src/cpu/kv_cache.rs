@@ -3,9 +3,7 @@
 //! Invariant: blocks that were never written cost no memory (pages come zeroed from the system on first use).
 //! Not here: which block belongs to whom (no kernel knows).
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
-
-use super::{rope_and_store::Angles, simd::LANES};
+use super::{memory::AlignedBuffer, rope_and_store::Angles, simd::LANES};
 use crate::{KernelError, device::KvCacheSpec};
 
 /// Tokens of a tile; a block whose size is no multiple of it leaves the rest of its last tile unused.
@@ -21,8 +19,8 @@ pub struct CpuKvCache {
 }
 
 struct Layer {
-    keys: Halves,
-    values: Halves,
+    keys: AlignedBuffer,
+    values: AlignedBuffer,
 }
 
 /// Tiles of one layer as vectors of sixteen halves.
@@ -97,7 +95,10 @@ impl CpuKvCache {
             .iter()
             .try_fold(spec.num_blocks, |product, factor| product.checked_mul(*factor))
             .ok_or_else(too_large)?;
-        let halves = |vectors: usize| num_tiles.checked_mul(vectors).and_then(Halves::zeroed).ok_or_else(too_large);
+        let halves = |vectors: usize| {
+            let num_bytes = num_tiles.checked_mul(vectors).and_then(|len| len.checked_mul(2 * LANES));
+            AlignedBuffer::sparse(num_bytes.ok_or_else(too_large)?)
+        };
         let layer = || Ok(Layer { keys: halves(spec.head_dim)?, values: halves(shape.value_vectors * TILE_TOKENS)? });
         let layers = (0..spec.num_layers).map(|_| layer()).collect::<Result<_, KernelError>>()?;
         Ok(Self { spec, layers, angles: Angles::default() })
@@ -126,64 +127,13 @@ impl CpuKvCache {
 
     pub(super) fn tiles(&self, layer: usize) -> Option<Tiles<'_>> {
         let layer = self.layers.get(layer)?;
-        Some(Tiles { shape: TileShape::new(&self.spec), keys: layer.keys.get(), values: layer.values.get() })
+        Some(Tiles { shape: TileShape::new(&self.spec), keys: layer.keys.values(), values: layer.values.values() })
     }
 
     pub(super) fn tiles_mut(&mut self, layer: usize) -> Option<(TilesMut<'_>, &mut Angles)> {
         let layer = self.layers.get_mut(layer)?;
         let shape = TileShape::new(&self.spec);
-        let tiles = TilesMut { shape, keys: layer.keys.get_mut(), values: layer.values.get_mut() };
+        let tiles = TilesMut { shape, keys: layer.keys.values_mut(), values: layer.values.values_mut() };
         Some((tiles, &mut self.angles))
-    }
-}
-
-/// Zeroed vectors of sixteen halves on a 64-byte border, straight from the allocator, so that untouched pages stay
-/// with the system.
-struct Halves {
-    /// What the allocator gave.
-    memory: std::ptr::NonNull<u8>,
-    /// The first 64-byte border in it.
-    start: std::ptr::NonNull<[u16; LANES]>,
-    len: usize,
-}
-
-// SAFETY: it owns its memory, which is plain numbers.
-unsafe impl Send for Halves {}
-// SAFETY: shared access only reads.
-unsafe impl Sync for Halves {}
-
-impl Halves {
-    /// Two vectors more than `len`, room to reach a 64-byte border: the system allocator zeroes memory by hand, and so
-    /// touches every page, where more than 16 bytes of alignment are asked for.
-    fn layout(len: usize) -> Option<Layout> {
-        Layout::array::<[u16; LANES]>(len.checked_add(2)?).ok()?.align_to(16).ok()
-    }
-
-    fn zeroed(len: usize) -> Option<Self> {
-        // SAFETY: the layout is not of size 0.
-        let memory = std::ptr::NonNull::new(unsafe { alloc_zeroed(Self::layout(len)?) })?;
-        // SAFETY: a multiple of 16 is at most 48 bytes before a 64-byte border, and the layout holds 64 bytes more
-        // than `len` vectors.
-        let start = unsafe { memory.add(memory.align_offset(64)) }.cast();
-        Some(Self { memory, start, len })
-    }
-
-    fn get(&self) -> &[[u16; LANES]] {
-        // SAFETY: `len` initialized vectors that `self` owns.
-        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
-    }
-
-    fn get_mut(&mut self) -> &mut [[u16; LANES]] {
-        // SAFETY: `len` initialized vectors that `self` owns, borrowed exclusively.
-        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
-    }
-}
-
-impl Drop for Halves {
-    fn drop(&mut self) {
-        if let Some(layout) = Self::layout(self.len) {
-            // SAFETY: allocated in `zeroed` with this layout.
-            unsafe { dealloc(self.memory.as_ptr(), layout) };
-        }
     }
 }

@@ -1,72 +1,94 @@
-//! Memory of the CPU device: buffers on cache-line borders, and the tensors made of them.
-//! For: activations, weights and scratch of every operation.
-//! Invariant: a buffer starts on a 64-byte border and is initialized; a tensor holds `max_tokens * width` values.
+//! Memory of the CPU device: buffers straight from the system, and the tensors made of them.
+//! For: activations, weights, KV cache and scratch of every operation.
+//! Invariant: a buffer starts on a page border and is zeroed; what was never touched takes no memory, and what is freed
+//! goes back at once, whatever the allocator would keep. A tensor holds `max_tokens * width` values.
 
+use memmap2::MmapMut;
+
+use super::simd::LANES;
 use crate::KernelError;
 
 /// Bytes of a cache line and of the widest vector.
 const LINE_BYTES: usize = 64;
 
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct Line([u8; LINE_BYTES]);
-
-/// Zeroed bytes on a 64-byte border.
+/// Zeroed bytes on a page border.
 pub(crate) struct AlignedBuffer {
-    lines: Vec<Line>,
+    /// `None`: no bytes.
+    pages: Option<MmapMut>,
 }
 
 impl AlignedBuffer {
     /// So many zeroed bytes, rounded up to a multiple of 64.
     pub(crate) fn zeroed(num_bytes: usize) -> Result<Self, KernelError> {
-        let num_lines = num_bytes.div_ceil(LINE_BYTES);
-        let mut lines = Vec::new();
-        lines.try_reserve_exact(num_lines).map_err(|_| KernelError::Device {
-            device: "cpu".to_owned(),
-            what: format!("out of memory for {num_bytes} bytes"),
-        })?;
-        lines.resize(num_lines, Line([0; LINE_BYTES]));
-        Ok(Self { lines })
+        if num_bytes == 0 {
+            return Ok(Self { pages: None });
+        }
+        let pages = num_bytes.checked_next_multiple_of(LINE_BYTES).and_then(|len| MmapMut::map_anon(len).ok());
+        match pages {
+            Some(pages) => Ok(Self { pages: Some(pages) }),
+            None => Err(KernelError::Device {
+                device: "cpu".to_owned(),
+                what: format!("out of memory for {num_bytes} bytes"),
+            }),
+        }
+    }
+
+    /// The same, to be used here and there: no huge page is filled for the sake of a few bytes.
+    pub(crate) fn sparse(num_bytes: usize) -> Result<Self, KernelError> {
+        let buffer = Self::zeroed(num_bytes)?;
+        #[cfg(target_os = "linux")]
+        if let Some(pages) = &buffer.pages {
+            // Advice: a kernel without huge pages refuses it, and needs none.
+            let _ = pages.advise(memmap2::Advice::NoHugePage);
+        }
+        Ok(buffer)
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: lines are plain bytes, `LINE_BYTES` each, without padding.
-        unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.lines.len() * LINE_BYTES) }
+        self.pages.as_deref().unwrap_or_default()
     }
 
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `bytes`; borrowed exclusively.
-        unsafe { std::slice::from_raw_parts_mut(self.lines.as_mut_ptr().cast(), self.lines.len() * LINE_BYTES) }
+        self.pages.as_deref_mut().unwrap_or_default()
     }
 
     pub(crate) fn values<V: Element>(&self) -> &[V] {
-        // SAFETY: initialized and aligned; every bit pattern is an element, and lines are whole numbers of elements.
-        unsafe {
-            std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.lines.len() * (LINE_BYTES / size_of::<V>()))
-        }
+        // SAFETY: every bit pattern is an element.
+        let (before, values, _) = unsafe { self.bytes().align_to() };
+        debug_assert!(before.is_empty(), "pages are aligned for every element");
+        values
     }
 
     pub(crate) fn values_mut<V: Element>(&mut self) -> &mut [V] {
-        // SAFETY: as in `values`; borrowed exclusively.
-        unsafe {
-            std::slice::from_raw_parts_mut(
-                self.lines.as_mut_ptr().cast(),
-                self.lines.len() * (LINE_BYTES / size_of::<V>()),
-            )
-        }
+        // SAFETY: every bit pattern is an element, and every element is plain bytes.
+        let (before, values, _) = unsafe { self.bytes_mut().align_to_mut() };
+        debug_assert!(before.is_empty(), "pages are aligned for every element");
+        values
+    }
+}
+
+/// Gives memory that was freed, but that the allocator keeps for later, back to the system. Call it when something large
+/// was made of many small pieces and is gone; it takes some milliseconds.
+pub fn return_freed_memory() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: it takes the allocator's own locks and touches only memory that nobody holds.
+    unsafe {
+        libc::malloc_trim(0);
     }
 }
 
 /// What buffers hold.
 ///
 /// # Safety
-/// Every bit pattern is a value; size and alignment divide 64.
+/// Plain bytes: every bit pattern is a value, none is padding; size and alignment divide 64.
 pub(crate) unsafe trait Element: Copy + Send + Sync + 'static {}
 
 // SAFETY: plain numbers of 4 bytes.
 unsafe impl Element for f32 {}
 // SAFETY: plain numbers of 8 bytes.
 unsafe impl Element for f64 {}
+// SAFETY: a vector of halves, 32 bytes.
+unsafe impl Element for [u16; LANES] {}
 
 /// Row-major f32 `[max_tokens, width]` on a 64-byte border.
 pub struct CpuTensor {

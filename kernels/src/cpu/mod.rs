@@ -20,7 +20,7 @@ use std::sync::Arc;
 
 pub use kv_cache::CpuKvCache;
 pub use matmul::{CpuLinear, Level};
-pub use memory::CpuTensor;
+pub use memory::{CpuTensor, return_freed_memory};
 pub use team::{SharedSlice, Team};
 
 use self::matmul::MatmulContext;

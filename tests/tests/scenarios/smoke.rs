@@ -27,5 +27,8 @@ async fn two_workers_answer_and_stop_cleanly() {
     assert_eq!(status["models"][0]["replicas"][0]["ranks"].as_array().unwrap().len(), 2, "{status}");
 
     drop(client);
-    assert!(cluster.stop().unwrap().success());
+    let (status, log) = cluster.stop().unwrap();
+    assert!(status.success(), "{status}");
+    let is_alarm = |line: &&str| line.contains(" WARN ") || line.contains(" ERROR ");
+    assert_eq!(log.lines().filter(is_alarm).collect::<Vec<_>>(), Vec::<&str>::new());
 }

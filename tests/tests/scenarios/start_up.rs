@@ -6,7 +6,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use lockstep_tests::{Cluster, Layout, cluster, environment, process::lockstep};
+use lockstep_proto::v1;
+use lockstep_tests::{
+    Cluster, Layout,
+    client::{greedy, tokens},
+    cluster, environment,
+    process::{lockstep, synthesize},
+};
 
 #[tokio::test]
 async fn port_in_use_is_named() {
@@ -32,6 +38,52 @@ async fn truncated_model_is_named() {
     let log = String::from_utf8_lossy(&ended.stderr);
     assert!(!ended.status.success());
     assert!(log.contains("short.gguf"), "{log}");
+}
+
+/// Bytes that a process has read so far, from the cache or the disk.
+fn bytes_read(pid: u64) -> u64 {
+    let counters = std::fs::read_to_string(format!("/proc/{pid}/io")).unwrap();
+    counters.lines().find_map(|line| line.strip_prefix("rchar: ")).unwrap().parse().unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn model_that_shrinks_while_it_loads_is_named_with_the_tensor() {
+    let folder = tempfile::TempDir::new().unwrap();
+    let model = synthesize(folder.path(), 16).await.unwrap();
+    let num_bytes = std::fs::metadata(&model).unwrap().len();
+    let cluster = Cluster::start(Layout::new(1, 1)).unwrap();
+    let client = cluster.client().await.unwrap();
+    let worker = cluster.worker_pid(0).unwrap();
+    let before = bytes_read(worker);
+    let request =
+        v1::LoadModelRequest { name: "larger".into(), source: model.to_str().unwrap().into(), ..Default::default() };
+    let mut progress = client.admin.clone().load_model(request).await.unwrap().into_inner();
+    // A tenth of the file is more than the header, which is read twice.
+    let shrink = tokio::task::spawn_blocking(move || {
+        let end = Instant::now() + Duration::from_secs(20);
+        while bytes_read(worker) - before < num_bytes / 10 {
+            assert!(Instant::now() < end, "the model is not being loaded");
+        }
+        std::fs::File::options().write(true).open(&model).unwrap().set_len(num_bytes / 20).unwrap();
+    });
+    let refused = async {
+        loop {
+            match progress.message().await {
+                Ok(message) => assert!(!message.expect("an end without an error").ready, "it loaded"),
+                Err(status) => break status,
+            }
+        }
+    };
+    let status = tokio::time::timeout(Duration::from_secs(20), refused).await.unwrap();
+    shrink.await.unwrap();
+    for text in ["larger.gguf", "blk.", "file shrank while it was read"] {
+        assert!(status.message().contains(text), "expected {text:?} in {status:?}");
+    }
+    // What the cluster served before, it serves still; and the name is free again.
+    let output = client.generate(greedy(tokens(&[504, 3575, 282, 4649, 314]), 1)).await.unwrap();
+    assert_eq!(output.text, " Paris");
+    let models = client.admin.clone().get_cluster(v1::GetClusterRequest {}).await.unwrap().into_inner().models;
+    assert_eq!(models.len(), 1, "{models:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

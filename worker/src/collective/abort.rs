@@ -1,12 +1,19 @@
 //! Breaks every link of a replica's part at once, from any thread.
 //! Invariant: after `abort`, every pending and later call on a registered link fails with the first reason given.
+//! An end that is wanted here is told to the peers first, so that nobody takes it for a failure.
 
 use std::{
     net::{Shutdown, TcpStream},
-    sync::{Arc, Mutex, PoisonError, Weak},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
 };
 
-type Callback = Box<dyn Fn(&str) + Send + Sync>;
+type Callback = Box<dyn Fn(&str, bool) + Send + Sync>;
+
+/// A link that can tell its peer that the end is wanted.
+pub(super) trait Farewell: Send + Sync {
+    /// Tells it if that can be done at once.
+    fn say_goodbye(&self);
+}
 
 /// Cloneable; all clones are one handle.
 #[derive(Clone, Default)]
@@ -21,48 +28,72 @@ struct Inner {
 #[derive(Default)]
 struct State {
     reason: Option<String>,
+    is_wanted: bool,
     streams: Vec<Weak<TcpStream>>,
+    farewells: Vec<Weak<dyn Farewell>>,
 }
 
 impl AbortHandle {
-    /// A handle that calls `on_abort` once, with the reason, on the thread that aborts.
-    pub fn with_callback(on_abort: impl Fn(&str) + Send + Sync + 'static) -> Self {
+    /// A handle that calls `on_abort(reason, is_wanted)` once, on the thread that aborts.
+    pub fn with_callback(on_abort: impl Fn(&str, bool) + Send + Sync + 'static) -> Self {
         Self(Arc::new(Inner { state: Mutex::default(), on_abort: Some(Box::new(on_abort)) }))
+    }
+
+    /// Shuts every link down after telling the peers that it is no failure. The first reason stays.
+    pub fn end(&self, reason: &str) {
+        self.expect_end();
+        let farewells = std::mem::take(&mut self.lock().farewells);
+        farewells.iter().filter_map(Weak::upgrade).for_each(|link| link.say_goodbye());
+        self.abort(reason);
     }
 
     /// Shuts every link down. The first reason stays.
     pub fn abort(&self, reason: &str) {
-        let streams = {
-            let mut state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let (streams, is_wanted) = {
+            let mut state = self.lock();
             if state.reason.is_some() {
                 return;
             }
             state.reason = Some(reason.to_owned());
-            std::mem::take(&mut state.streams)
+            (std::mem::take(&mut state.streams), state.is_wanted)
         };
         for stream in streams.iter().filter_map(Weak::upgrade) {
             // A socket that is closed already is what we want.
             let _ = stream.shutdown(Shutdown::Both);
         }
         if let Some(on_abort) = &self.0.on_abort {
-            on_abort(reason);
+            on_abort(reason, is_wanted);
         }
     }
 
     /// Why it was aborted.
     pub fn reason(&self) -> Option<String> {
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner).reason.clone()
+        self.lock().reason.clone()
+    }
+
+    /// Notes that the end that comes is wanted, here or by a peer that said so.
+    pub(super) fn expect_end(&self) {
+        self.lock().is_wanted = true;
+    }
+
+    /// Makes `end` say goodbye on `link`.
+    pub(super) fn register_farewell(&self, link: Weak<dyn Farewell>) {
+        self.lock().farewells.push(link);
     }
 
     /// Makes `abort` shut `stream` down; if aborted already, does so now.
     pub(super) fn register(&self, stream: &Arc<TcpStream>) {
-        let mut state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.lock();
         if state.reason.is_some() {
             let _ = stream.shutdown(Shutdown::Both);
             return;
         }
         state.streams.retain(|known| known.strong_count() > 0);
         state.streams.push(Arc::downgrade(stream));
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -19,6 +19,8 @@ pub(super) enum FrameKind {
     Message = 2,
     /// Nothing: the sender lives.
     Heartbeat = 3,
+    /// Nothing: the sender closes the link, and that is no failure.
+    Goodbye = 4,
 }
 
 /// Precedes `payload_bytes` bytes of payload.

@@ -7,7 +7,7 @@ use std::{
     io::Read,
     net::Shutdown,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicBool, Ordering},
     },
     thread::JoinHandle,
@@ -18,6 +18,7 @@ use rustix::event::{PollFd, PollFlags};
 use serde::{Serialize, de::DeserializeOwned};
 
 use super::{
+    abort::Farewell,
     frame::{FrameHeader, FrameKind, HEADER_BYTES},
     link::{Link, Outgoing, Spin, Until, drive, link_error, wait_ready},
 };
@@ -31,6 +32,8 @@ const MAX_PENDING: usize = 64;
 const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(300);
 /// A peer that sends nothing for so long is taken for dead.
 pub(super) const SILENCE: Duration = Duration::from_millis(1500);
+/// Longest wait for a socket to take a goodbye.
+const GOODBYE_TIMEOUT: Duration = Duration::from_millis(100);
 /// Bytes asked of the socket at once.
 const READ_BYTES: usize = 64 << 10;
 
@@ -86,6 +89,8 @@ impl MessageLink {
                 last_heard: now,
             }),
         });
+        let farewell: Weak<dyn Farewell> = Arc::<Shared>::downgrade(&shared);
+        lock(&shared.writer).link.abort.register_farewell(farewell);
         let watching = std::thread::Builder::new()
             .name(format!("link-watch-{peer}"))
             .spawn({
@@ -175,8 +180,16 @@ impl Shared {
         }
     }
 
+    /// Why the peer has hung up: what it sent last may say. Whoever receives at the moment notices by itself.
     fn hung_up(&self) -> WorkerError {
-        lock(&self.writer).link.error("closed the connection")
+        let mut reader = lock(&self.reader);
+        loop {
+            match reader.fill() {
+                Ok(true) => {}
+                Ok(false) => return reader.link.error("closed the connection"),
+                Err(error) => return error,
+            }
+        }
     }
 
     /// Sends a heartbeat if nothing was sent lately; takes the peer's. A lock that is held means that its owner is at it.
@@ -193,6 +206,15 @@ impl Shared {
             reader.check_silence()?;
         }
         Ok(())
+    }
+}
+
+impl Farewell for Shared {
+    fn say_goodbye(&self) {
+        if let Ok(mut writer) = self.writer.try_lock() {
+            // A peer that does not take it finds the connection closed.
+            let _ = writer.send(FrameKind::Goodbye, &[], GOODBYE_TIMEOUT);
+        }
     }
 }
 
@@ -254,8 +276,9 @@ impl Reader {
             return Ok(false);
         };
         let header = FrameHeader::decode(header).map_err(|what| self.link.error(what))?;
-        let kind = if header.is(FrameKind::Heartbeat) { FrameKind::Heartbeat } else { FrameKind::Message };
-        let limit = if kind == FrameKind::Heartbeat { 0 } else { MAX_MESSAGE_BYTES };
+        let is_kind = |kind: &FrameKind| header.is(*kind);
+        let empty = [FrameKind::Heartbeat, FrameKind::Goodbye].into_iter().find(is_kind);
+        let (kind, limit) = empty.map_or((FrameKind::Message, MAX_MESSAGE_BYTES), |kind| (kind, 0));
         let payload_bytes = match usize::try_from(header.payload_bytes()) {
             Ok(bytes) if bytes <= limit => bytes,
             _ => {
@@ -269,8 +292,13 @@ impl Reader {
             return Ok(false);
         }
         self.link.next_receive(kind, payload_bytes);
-        if kind == FrameKind::Message {
-            self.pending.push_back(self.buffer[HEADER_BYTES..end].to_vec());
+        match kind {
+            FrameKind::Message => self.pending.push_back(self.buffer[HEADER_BYTES..end].to_vec()),
+            FrameKind::Goodbye => {
+                self.link.abort.expect_end();
+                return Err(self.link.error("left the replica"));
+            }
+            FrameKind::Heartbeat | FrameKind::Values => {}
         }
         self.buffer.drain(..end);
         Ok(true)

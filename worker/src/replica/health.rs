@@ -28,8 +28,12 @@ impl Health {
         let problem = Arc::new(watch::Sender::new(None));
         let on_abort = {
             let problem = problem.clone();
-            move |reason: &str| {
-                tracing::warn!(reason, "replica ended");
+            move |reason: &str, is_wanted: bool| {
+                if is_wanted {
+                    tracing::info!(reason, "replica ended");
+                } else {
+                    tracing::warn!(reason, "replica ended");
+                }
                 problem.send_replace(Some(reason.to_owned()));
                 wake();
             }
@@ -41,6 +45,11 @@ impl Health {
     /// Breaks the part.
     pub fn fail(&self, reason: &str) {
         self.abort.abort(reason);
+    }
+
+    /// Ends the part because that is wanted here; its peers are told so.
+    pub fn end(&self, reason: &str) {
+        self.abort.end(reason);
     }
 
     /// Whether it broke.

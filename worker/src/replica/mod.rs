@@ -220,7 +220,7 @@ impl Replica {
     /// Ends the threads and closes the links; running sequences end with `reason` as the problem. Blocks until the step
     /// that is being computed reaches its next collective or its end.
     pub fn stop(&self, reason: &str) {
-        self.health.fail(reason);
+        self.health.end(reason);
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         for thread in threads {
             // A panic there was reported by its guard.
@@ -269,11 +269,10 @@ impl Loading<'_> {
                 rank: *rank,
                 num_local_ranks: local_ranks.len(),
                 spec: self.spec.clone(),
-                checkpoint: self.checkpoint.clone(),
                 listener: self.links.clone(),
                 health: self.health.clone(),
             };
-            threads.push(thread.spawn(orders, events.clone())?);
+            threads.push(thread.spawn(self.checkpoint.clone(), orders, events.clone())?);
         }
         drop(events);
         let control = self.follow(&loaded, local_ranks.len(), progress)?;

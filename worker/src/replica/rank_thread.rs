@@ -71,18 +71,22 @@ pub(super) struct RankThread {
     pub rank: usize,
     pub num_local_ranks: usize,
     pub spec: Arc<ReplicaSpec>,
-    pub checkpoint: Arc<Checkpoint>,
     pub listener: Arc<LinkListener>,
     pub health: Health,
 }
 
 impl RankThread {
-    /// Starts the thread.
-    pub fn spawn(self, orders: Orders, events: SyncSender<LoadEvent>) -> Result<JoinHandle<()>, WorkerError> {
+    /// Starts the thread. It lets go of the checkpoint, with all its tokens, before it reports to be ready.
+    pub fn spawn(
+        self,
+        checkpoint: Arc<Checkpoint>,
+        orders: Orders,
+        events: SyncSender<LoadEvent>,
+    ) -> Result<JoinHandle<()>, WorkerError> {
         let name = format!("rank-{}", self.rank);
         let run = move || {
             let _guard = self.health.guard(format!("the thread of rank {}", self.rank));
-            self.run(orders, events);
+            self.run(checkpoint, orders, events);
         };
         std::thread::Builder::new()
             .name(name)
@@ -90,9 +94,11 @@ impl RankThread {
             .map_err(|error| WorkerError::Server(format!("no thread for a rank: {error}")))
     }
 
-    fn run(self, orders: Orders, events: SyncSender<LoadEvent>) {
+    fn run(self, checkpoint: Arc<Checkpoint>, orders: Orders, events: SyncSender<LoadEvent>) {
         let is_remote = matches!(orders, Orders::Remote);
-        let loaded = self.load(is_remote, &events).and_then(|(executor, mut control)| {
+        let loaded = self.load(&checkpoint, is_remote, &events);
+        drop(checkpoint);
+        let loaded = loaded.and_then(|(executor, mut control)| {
             let leader = if is_remote { control.pop() } else { None };
             if let Some(leader) = &leader {
                 leader.send(&RankMessage::Ready)?;
@@ -123,10 +129,11 @@ impl RankThread {
     /// Meets the others first: then a peer that dies is noticed while this one loads.
     fn load(
         &self,
+        checkpoint: &Checkpoint,
         is_remote: bool,
         events: &SyncSender<LoadEvent>,
     ) -> Result<(Executor<CpuDevice>, Vec<MessageLink>), WorkerError> {
-        let Self { rank, spec, checkpoint, .. } = self;
+        let Self { rank, spec, .. } = self;
         let config = checkpoint.config();
         let shape = RankShape::new(config, &spec.plan, *rank)?;
         let links = RankLinks::new(self.listener.clone(), self.links_config())?;

@@ -10,6 +10,7 @@ use std::{
 };
 
 use futures::{Stream, StreamExt, stream};
+use lockstep_kernels::cpu::return_freed_memory;
 use lockstep_model::Checkpoint;
 use lockstep_proto::{
     status::Class,
@@ -45,7 +46,13 @@ impl Worker for WorkerService {
         request: Request<v1::DescribeModelRequest>,
     ) -> Result<Response<v1::DescribeModelResponse>, Status> {
         let source = PathBuf::from(request.into_inner().source);
-        let description = tokio::task::spawn_blocking(move || describe(&source)).await;
+        let description = tokio::task::spawn_blocking(move || {
+            let description = describe(&source);
+            // The tokenizer, which only the coordinator keeps, was made of many small pieces.
+            return_freed_memory();
+            description
+        })
+        .await;
         let description = description.map_err(|error| Class::Internal.status(format!("describing failed: {error}")))?;
         description.map(Response::new).map_err(|error| wire::status_of(&error))
     }

@@ -8,6 +8,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
+use lockstep_kernels::cpu::return_freed_memory;
 use lockstep_proto::{status::Class, v1};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -87,6 +88,8 @@ impl Replicas {
                 sender.send_modify(|state| (state.loaded_bytes, state.total_bytes) = (loaded_bytes, total_bytes));
             };
             let loaded = Replica::load(spec, links, &progress);
+            // Slices as they were stored, the vocabulary, and perhaps the weights of an evicted part.
+            return_freed_memory();
             let outcome = loaded.map(Arc::new).map_err(|error| wire::status_of(&error));
             sender.send_modify(|state| state.outcome = Some(outcome));
         });
