@@ -13,7 +13,7 @@ pub(super) const HEADER_BYTES: usize = 4 + 4 + 8 + 8 + 8;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(super) enum FrameKind {
-    /// f32 values, little-endian.
+    /// f32 or f64 values, which of them the call says; little-endian.
     Values = 1,
     /// One bincode value.
     Message = 2,

@@ -18,8 +18,12 @@ const DIRECT_BYTES: usize = 64 << 10;
 /// Bytes of the ring that are added at once: they stay in the second-level cache between socket and addition.
 const PART_BYTES: usize = 128 << 10;
 
+// Values travel as they lie in memory.
+const _: () = assert!(cfg!(target_endian = "little"), "links carry little-endian values");
+
 /// How a group waits.
 pub(super) struct GroupOptions {
+    /// For each other inside an all-reduce.
     pub(super) timeout: Duration,
     pub(super) spin: Duration,
 }
