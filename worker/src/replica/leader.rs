@@ -161,16 +161,16 @@ impl EngineThread {
             if self.last_stage.contains(&rank) {
                 let reader = ResultReader { rank, link: link.clone(), inbox: self.inbox.clone() };
                 let health = self.health.clone();
-                threads.push(spawn(format!("results-{rank}"), health, move || reader.run())?);
+                threads.push(spawn(format!("results-{rank}"), health, reader, ResultReader::run)?);
             }
             self.remote.push(link);
         }
         let health = self.health.clone();
-        threads.push(spawn("engine".to_owned(), health, move || self.run())?);
+        threads.push(spawn("engine".to_owned(), health, self, Self::run)?);
         Ok(())
     }
 
-    fn run(mut self) -> Result<(), WorkerError> {
+    fn run(&mut self) -> Result<(), WorkerError> {
         loop {
             while let Ok(event) = self.events.try_recv() {
                 self.handle(event)?;
@@ -265,7 +265,7 @@ struct ResultReader {
 }
 
 impl ResultReader {
-    fn run(self) -> Result<(), WorkerError> {
+    fn run(&mut self) -> Result<(), WorkerError> {
         loop {
             match self.link.receive(None)? {
                 RankMessage::Result(result) => {
@@ -281,17 +281,21 @@ impl ResultReader {
     }
 }
 
-/// A thread whose error or panic breaks the replica.
-fn spawn(
+/// A thread whose error or panic breaks the replica. `state` is dropped after that: what its channels' other ends find
+/// closed has a reason by then.
+fn spawn<T: Send + 'static>(
     name: String,
     health: Health,
-    run: impl FnOnce() -> Result<(), WorkerError> + Send + 'static,
+    state: T,
+    run: impl FnOnce(&mut T) -> Result<(), WorkerError> + Send + 'static,
 ) -> Result<JoinHandle<()>, WorkerError> {
     let guarded = {
         let name = name.clone();
         move || {
+            // Locals are dropped in reverse order, also by a panic: the guard speaks first.
+            let mut state = state;
             let _guard = health.guard(format!("the thread {name}"));
-            if let Err(error) = run() {
+            if let Err(error) = run(&mut state) {
                 health.fail(&error.to_string());
             }
         }
@@ -300,4 +304,35 @@ fn spawn(
         .name(name)
         .spawn(guarded)
         .map_err(|error| WorkerError::Server(format!("no thread for the engine: {error}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Says on its end whether the replica had broken by then.
+    struct Witness(Health, std::sync::mpsc::Sender<String>);
+
+    impl Drop for Witness {
+        fn drop(&mut self) {
+            let reason = if self.0.is_broken() { self.0.reason() } else { "none".to_owned() };
+            self.1.send(reason).unwrap();
+        }
+    }
+
+    #[test]
+    fn what_a_thread_holds_ends_after_the_reason_is_known() {
+        let fails = |_: &mut Witness| Err(WorkerError::Server("on purpose".to_owned()));
+        let panics = |_: &mut Witness| panic!("on purpose");
+        let reason_after = |run: fn(&mut Witness) -> Result<(), WorkerError>| {
+            let (sender, reasons) = std::sync::mpsc::channel();
+            let health = Health::new(|| ());
+            let thread = spawn("engine".to_owned(), health.clone(), Witness(health, sender), run).unwrap();
+            let reason = reasons.recv().unwrap();
+            drop(thread.join());
+            reason
+        };
+        assert_eq!(reason_after(fails), "worker: on purpose");
+        assert_eq!(reason_after(panics), "the thread engine panicked");
+    }
 }
