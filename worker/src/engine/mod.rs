@@ -60,6 +60,25 @@ pub struct Sampling {
     pub logprobs: usize,
 }
 
+impl Sampling {
+    /// The most likely tokens, up to `max_tokens` of them, whichever they are: no penalties, no stop tokens.
+    pub fn greedy(max_tokens: usize) -> Self {
+        Self {
+            max_tokens,
+            temperature: 0.0,
+            top_p: 1.0,
+            top_k: 0,
+            min_p: 0.0,
+            seed: 0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            stop_token_ids: Vec::new(),
+            logprobs: 0,
+        }
+    }
+}
+
 /// A sequence to run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SequenceRequest {

@@ -9,7 +9,7 @@ use std::{
 
 use proptest::prelude::*;
 
-use self::fake_model::{FakeModel, VOCAB_SIZE, plain_sampling, request};
+use self::fake_model::{FakeModel, VOCAB_SIZE, request};
 use super::*;
 
 fn config() -> EngineConfig {
@@ -324,7 +324,7 @@ fn a_damaged_result_ends_its_sequences_with_an_error() {
 fn length_limits_count_prompt_and_output() {
     let (tokens, reason) = alone(request(vec![1; 120], 1000));
     assert_eq!((tokens.len(), reason), (8, FinishReason::Length));
-    let sampling = Sampling { stop_token_ids: (0..VOCAB_SIZE as u32).collect(), ..plain_sampling(10) };
+    let sampling = Sampling { stop_token_ids: (0..VOCAB_SIZE as u32).collect(), ..Sampling::greedy(10) };
     let (tokens, reason) = alone(SequenceRequest { sampling, ..request(vec![1], 1) });
     assert_eq!((tokens.len(), reason), (0, FinishReason::Stop));
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 
 use super::*;
-use crate::engine::tests::fake_model::{plain_sampling, reduce};
+use crate::engine::tests::fake_model::reduce;
 
 /// Penalized logit over temperature of every token, minus infinity where min-p, top-k or top-p drops it; plainly.
 fn filtered(logits: &[f32], sampling: &Sampling, prompt: &[u32], output: &[u32]) -> Vec<f64> {
@@ -106,7 +106,7 @@ fn check_distribution(logits: &[f32], sampling: &Sampling) {
 
 #[test]
 fn frequencies_match_the_filtered_softmax() {
-    let base = Sampling { temperature: 0.8, seed: 11, ..plain_sampling(1) };
+    let base = Sampling { temperature: 0.8, seed: 11, ..Sampling::greedy(1) };
     let penalized = Sampling { repetition_penalty: 1.3, presence_penalty: 0.4, frequency_penalty: 0.3, ..base.clone() };
     let cases = [
         base.clone(),
@@ -125,7 +125,7 @@ fn frequencies_match_the_filtered_softmax() {
 #[test]
 fn flat_distributions_past_the_first_candidates_stay_exact() {
     let logits = logits_of(5, 3000, 0.2);
-    let sampling = Sampling { temperature: 1.5, top_p: 0.97, seed: 3, ..plain_sampling(1) };
+    let sampling = Sampling { temperature: 1.5, top_p: 0.97, seed: 3, ..Sampling::greedy(1) };
     let mut sampler = Sampler::new(&sampling, &[0]);
     let repeats: Vec<_> = (0..50).map(|position| sample(&mut sampler, &logits, position).2).collect();
     assert!(repeats[0] > 0, "the nucleus is longer than the first list");
@@ -137,9 +137,9 @@ fn flat_distributions_past_the_first_candidates_stay_exact() {
 
 #[test]
 fn greedy_is_the_argmax_with_ties_to_the_smaller_id() {
-    let mut sampler = Sampler::new(&plain_sampling(1), &[0]);
+    let mut sampler = Sampler::new(&Sampling::greedy(1), &[0]);
     assert_eq!(sample(&mut sampler, &[0.5, 2.0, 2.0, -1.0], 0).0, 1);
-    let penalized = Sampling { repetition_penalty: 2.0, ..plain_sampling(1) };
+    let penalized = Sampling { repetition_penalty: 2.0, ..Sampling::greedy(1) };
     let mut sampler = Sampler::new(&penalized, &[1]);
     assert_eq!(sample(&mut sampler, &[0.5, 2.0, 1.5, -1.0], 0).0, 2);
     assert_eq!(sampler.choose(0, &Candidates::default()), Choice::Invalid);
@@ -159,7 +159,7 @@ fn logprobs_are_those_of_the_raw_logits() {
             logprobs: 3,
             repetition_penalty: 1.8,
             presence_penalty: 0.5,
-            ..plain_sampling(1)
+            ..Sampling::greedy(1)
         };
         let mut sampler = Sampler::new(&sampling, &[7, 8]);
         (0..60).for_each(|token_id| sampler.observe(token_id));
@@ -186,7 +186,7 @@ proptest! {
         top_k in 0usize..400, top_p in 0.01f32..1.1, min_p in 0f32..0.5,
     ) {
         let min_p = if seed % 3 == 0 { 0.0 } else { min_p };
-        let sampling = Sampling { temperature, top_k, top_p: top_p.min(1.0), min_p, seed, ..plain_sampling(1) };
+        let sampling = Sampling { temperature, top_k, top_p: top_p.min(1.0), min_p, seed, ..Sampling::greedy(1) };
         let logits = logits_of(seed, vocab_size, spread);
         let mut sampler = Sampler::new(&sampling, &[0]);
         prop_assume!(sampler.mode == Mode::Filtered);

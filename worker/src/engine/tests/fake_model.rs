@@ -13,26 +13,9 @@ use crate::{
 /// Tokens of the fake vocabulary.
 pub const VOCAB_SIZE: usize = 300;
 
-/// Greedy, no penalties, no stop tokens.
-pub fn plain_sampling(max_tokens: usize) -> Sampling {
-    Sampling {
-        max_tokens,
-        temperature: 0.0,
-        top_p: 1.0,
-        top_k: 0,
-        min_p: 0.0,
-        seed: 0,
-        repetition_penalty: 1.0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        stop_token_ids: Vec::new(),
-        logprobs: 0,
-    }
-}
-
 /// A greedy request.
 pub fn request(prompt: Vec<u32>, max_tokens: usize) -> SequenceRequest {
-    SequenceRequest { request_id: String::from("test"), prompt, sampling: plain_sampling(max_tokens) }
+    SequenceRequest { request_id: String::from("test"), prompt, sampling: Sampling::greedy(max_tokens) }
 }
 
 /// FNV-1a with a final mix.

@@ -103,20 +103,8 @@ impl InProcessTarget {
     /// # Errors
     /// If the replica refuses it or breaks.
     pub async fn generate(&self, prompt: Vec<u32>, max_tokens: usize) -> anyhow::Result<TokenTimes> {
-        let sampling = Sampling {
-            max_tokens,
-            temperature: 0.0,
-            top_p: 1.0,
-            top_k: 0,
-            min_p: 0.0,
-            seed: 0,
-            repetition_penalty: 1.0,
-            presence_penalty: 0.0,
-            frequency_penalty: 0.0,
-            stop_token_ids: Vec::new(),
-            logprobs: 0,
-        };
         let start = Instant::now();
+        let sampling = Sampling::greedy(max_tokens);
         let request = SequenceRequest { request_id: String::from(WORKER_ID), prompt, sampling };
         let mut running = self.leader.submit(request).await?;
         let mut tokens = Vec::with_capacity(max_tokens);
