@@ -55,6 +55,7 @@ fn measure(spin: Duration) -> Result<Vec<Vec<Duration>>, WorkerError> {
                     addresses: addresses.clone(),
                     connect_timeout: Duration::from_secs(10),
                     timeout: Duration::from_secs(10),
+                    max_message_bytes: 0,
                     spin,
                     abort: AbortHandle::default(),
                 };

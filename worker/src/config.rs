@@ -23,7 +23,7 @@ pub struct WorkerConfig {
     pub threads_per_device: usize,
     /// Memory that this worker's devices may use together; `None`: 90 % of what is available at start.
     pub memory_bytes: Option<u64>,
-    /// Longest wait for another rank inside a step.
+    /// Longest wait for the others inside an all-reduce.
     pub collective_timeout: Duration,
     /// Most sequences waiting in an engine.
     pub max_waiting_sequences: usize,

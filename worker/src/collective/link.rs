@@ -1,7 +1,8 @@
 //! One connection to one peer, and the loop that moves frames over several of them at once.
 //! For: `tcp` (vectors) and `message` (values).
-//! Invariant: sockets are non-blocking; [`drive`] returns by its deadline; sending and receiving progress together, so two
-//! ranks that send more than the sockets hold do not wait for each other.
+//! Invariant: sockets are non-blocking; [`drive`] returns by its deadline, or if it has none when a peer closes, the path
+//! to it is cut or the links are aborted; sending and receiving progress together, so two ranks that send more than the
+//! sockets hold do not wait for each other.
 
 use std::{
     io::{ErrorKind, IoSlice, IoSliceMut, Read, Write},
@@ -23,6 +24,9 @@ use crate::WorkerError;
 
 /// Socket buffers of links within a host.
 const SAME_HOST_BUFFER_BYTES: usize = 512 << 10;
+/// A rank that waits without a deadline asks the peer's machine whether it is still there: after so long a silence, so
+/// long between questions, and so many of them without an answer.
+const KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(1), Duration::from_secs(1), 2);
 
 /// An authenticated connection.
 pub(super) struct Link {
@@ -44,6 +48,10 @@ impl Link {
     ) -> Result<Self, WorkerError> {
         let setup = |stream: &TcpStream| -> std::io::Result<()> {
             stream.set_nodelay(true)?;
+            sockopt::set_socket_keepalive(stream, true)?;
+            sockopt::set_tcp_keepidle(stream, KEEPALIVE.0)?;
+            sockopt::set_tcp_keepintvl(stream, KEEPALIVE.1)?;
+            sockopt::set_tcp_keepcnt(stream, KEEPALIVE.2)?;
             // Within a host there is no distance to fill: buffers that grow by themselves only leave the cache.
             if stream.local_addr()?.ip() == stream.peer_addr()?.ip() {
                 sockopt::set_socket_send_buffer_size(stream, SAME_HOST_BUFFER_BYTES)?;
@@ -238,7 +246,7 @@ pub(super) enum Until {
     Received,
 }
 
-/// Moves frames until `until` holds.
+/// Moves frames until `until` holds; `timeout` `None`: as long as the peers live.
 ///
 /// # Errors
 /// [`WorkerError::Link`] of the link that failed, or of a peer that is behind when `timeout` has passed.
@@ -246,11 +254,10 @@ pub(super) fn drive(
     outgoing: &mut [Outgoing<'_>],
     incoming: &mut [Incoming<'_>],
     until: Until,
-    timeout: Duration,
+    timeout: Option<Duration>,
     spin: &mut Spin,
 ) -> Result<(), WorkerError> {
     let mut waiting_since: Option<Instant> = None;
-    let mut deadline: Option<Instant> = None;
     let mut has_slept = false;
     loop {
         let mut progress = false;
@@ -271,11 +278,12 @@ pub(super) fn drive(
             continue;
         }
         let now = Instant::now();
-        let deadline = *deadline.get_or_insert(now + timeout);
-        if now >= deadline {
+        let waited = now.duration_since(*waiting_since.get_or_insert(now));
+        let rest = timeout.map(|timeout| timeout.saturating_sub(waited));
+        if let (Some(timeout), Some(Duration::ZERO)) = (timeout, rest) {
             return Err(timed_out(outgoing, incoming, timeout));
         }
-        if now.duration_since(*waiting_since.get_or_insert(now)) < spin.budget() {
+        if waited < spin.budget() {
             std::hint::spin_loop();
             continue;
         }
@@ -283,7 +291,7 @@ pub(super) fn drive(
             has_slept = true;
             spin.miss();
         }
-        sleep_until_ready(outgoing, incoming, deadline - now)?;
+        sleep_until_ready(outgoing, incoming, rest)?;
     }
 }
 
@@ -303,16 +311,16 @@ fn timed_out(outgoing: &[Outgoing<'_>], incoming: &[Incoming<'_>], timeout: Dura
     }
 }
 
-/// Sleeps until one of the unfinished frames can move or `timeout` has passed.
+/// Sleeps until one of the unfinished frames can move or `timeout`, if there is one, has passed.
 fn sleep_until_ready(
     outgoing: &[Outgoing<'_>],
     incoming: &[Incoming<'_>],
-    timeout: Duration,
+    timeout: Option<Duration>,
 ) -> Result<(), WorkerError> {
     let writers = outgoing.iter().filter(|frame| !frame.is_done()).map(|frame| (frame.link, PollFlags::OUT));
     let readers = incoming.iter().filter(|frame| !frame.is_done()).map(|frame| (frame.link, PollFlags::IN));
     let mut fds: Vec<_> = writers.chain(readers).map(|(link, flags)| PollFd::new(&*link.stream, flags)).collect();
-    wait_ready(&mut fds, Some(timeout)).map(drop).map_err(|error| link_error(0, format!("poll failed: {error}")))
+    wait_ready(&mut fds, timeout).map(drop).map_err(|error| link_error(0, format!("poll failed: {error}")))
 }
 
 /// Polls `fds`; the number of those that are ready, 0 after `timeout` or a signal.

@@ -24,8 +24,6 @@ use super::{
 };
 use crate::WorkerError;
 
-/// Largest encoded value.
-const MAX_MESSAGE_BYTES: usize = 16 << 20;
 /// Values that the watching thread may take from the socket before somebody asks for them.
 const MAX_PENDING: usize = 64;
 /// Pause between heartbeats of an idle link.
@@ -47,7 +45,7 @@ const HANGUP: PollFlags = PollFlags::HUP;
 /// Dropping it closes the connection.
 pub struct MessageLink {
     shared: Arc<Shared>,
-    timeout: Duration,
+    max_message_bytes: usize,
     watching: Option<JoinHandle<()>>,
 }
 
@@ -68,13 +66,15 @@ struct Reader {
     spin: Spin,
     /// Bytes of the frame that is coming in.
     buffer: Vec<u8>,
+    /// Longest payload that is believed.
+    max_message_bytes: usize,
     /// Payloads of whole frames.
     pending: VecDeque<Vec<u8>>,
     last_heard: Instant,
 }
 
 impl MessageLink {
-    pub(super) fn new(link: Link, timeout: Duration, spin: Duration) -> Result<Self, WorkerError> {
+    pub(super) fn new(link: Link, max_message_bytes: usize, spin: Duration) -> Result<Self, WorkerError> {
         let peer = link.peer;
         let (sending, receiving) = link.split();
         let now = Instant::now();
@@ -85,6 +85,7 @@ impl MessageLink {
                 link: receiving,
                 spin: Spin::new(spin),
                 buffer: Vec::new(),
+                max_message_bytes,
                 pending: VecDeque::new(),
                 last_heard: now,
             }),
@@ -98,21 +99,23 @@ impl MessageLink {
                 move || shared.watch()
             })
             .map_err(|error| link_error(peer, format!("no thread to watch its link: {error}")))?;
-        Ok(Self { shared, timeout, watching: Some(watching) })
+        Ok(Self { shared, max_message_bytes, watching: Some(watching) })
     }
 
-    /// Sends `value`; returns when the socket took it.
+    /// Sends `value`; returns when the socket took it. Waits for as long as the peer lives.
     ///
     /// # Errors
-    /// [`WorkerError::Link`] if the value is too large, or the peer closed or does not read.
+    /// [`WorkerError::Link`] if the value is too large, or the peer closed or fell silent.
     pub fn send<T: Serialize>(&self, value: &T) -> Result<(), WorkerError> {
+        // Before the lock: a long value must not hold heartbeats up.
+        let encoded = bincode::serde::encode_to_vec(value, bincode::config::standard());
         let mut writer = lock(&self.shared.writer);
-        let payload = bincode::serde::encode_to_vec(value, config())
-            .map_err(|error| writer.link.error(format!("message cannot be encoded: {error}")))?;
-        if payload.len() > MAX_MESSAGE_BYTES {
-            return Err(writer.link.error(format!("message of {} bytes, at most {MAX_MESSAGE_BYTES}", payload.len())));
+        let payload = encoded.map_err(|error| writer.link.error(format!("message cannot be encoded: {error}")))?;
+        if payload.len() > self.max_message_bytes {
+            let what = format!("message of {} bytes, at most {}", payload.len(), self.max_message_bytes);
+            return Err(writer.link.error(what));
         }
-        writer.send(FrameKind::Message, &payload, self.timeout)
+        writer.send(FrameKind::Message, &payload, None)
     }
 
     /// Waits for a value of the peer; `timeout` `None`: as long as the peer lives.
@@ -158,7 +161,11 @@ impl Drop for MessageLink {
 impl Shared {
     /// The watching thread: until the link is dropped or broken.
     fn watch(&self) {
-        let stream = Arc::clone(&lock(&self.writer).link.stream);
+        // Taken now: later a sender whom only the abort can wake may hold the lock.
+        let (stream, abort) = {
+            let link = &lock(&self.writer).link;
+            (Arc::clone(&link.stream), link.abort.clone())
+        };
         loop {
             let mut fds = [PollFd::new(&*stream, HANGUP)];
             let hung_up = wait_ready(&mut fds, Some(HEARTBEAT_INTERVAL));
@@ -172,7 +179,6 @@ impl Shared {
             };
             if let Some(problem) = problem {
                 if !self.is_stopping.load(Ordering::Relaxed) {
-                    let abort = lock(&self.writer).link.abort.clone();
                     abort.abort(&problem.to_string());
                 }
                 return;
@@ -197,7 +203,7 @@ impl Shared {
         if let Ok(mut writer) = self.writer.try_lock()
             && writer.last_sent.elapsed() >= HEARTBEAT_INTERVAL / 2
         {
-            writer.send(FrameKind::Heartbeat, &[], SILENCE)?;
+            writer.send(FrameKind::Heartbeat, &[], Some(SILENCE))?;
         }
         if let Ok(mut reader) = self.reader.try_lock() {
             if reader.pending.len() < MAX_PENDING {
@@ -213,13 +219,13 @@ impl Farewell for Shared {
     fn say_goodbye(&self) {
         if let Ok(mut writer) = self.writer.try_lock() {
             // A peer that does not take it finds the connection closed.
-            let _ = writer.send(FrameKind::Goodbye, &[], GOODBYE_TIMEOUT);
+            let _ = writer.send(FrameKind::Goodbye, &[], Some(GOODBYE_TIMEOUT));
         }
     }
 }
 
 impl Writer {
-    fn send(&mut self, kind: FrameKind, payload: &[u8], timeout: Duration) -> Result<(), WorkerError> {
+    fn send(&mut self, kind: FrameKind, payload: &[u8], timeout: Option<Duration>) -> Result<(), WorkerError> {
         let header = self.link.next_send(kind, payload.len());
         let mut outgoing = [Outgoing::new(&self.link, &header, payload)];
         drive(&mut outgoing, &mut [], Until::Done, timeout, &mut self.spin)?;
@@ -278,7 +284,7 @@ impl Reader {
         let header = FrameHeader::decode(header).map_err(|what| self.link.error(what))?;
         let is_kind = |kind: &FrameKind| header.is(*kind);
         let empty = [FrameKind::Heartbeat, FrameKind::Goodbye].into_iter().find(is_kind);
-        let (kind, limit) = empty.map_or((FrameKind::Message, MAX_MESSAGE_BYTES), |kind| (kind, 0));
+        let (kind, limit) = empty.map_or((FrameKind::Message, self.max_message_bytes), |kind| (kind, 0));
         let payload_bytes = match usize::try_from(header.payload_bytes()) {
             Ok(bytes) if bytes <= limit => bytes,
             _ => {
@@ -313,7 +319,7 @@ impl Reader {
     }
 
     fn decode<T: DeserializeOwned>(&self, payload: &[u8]) -> Result<T, WorkerError> {
-        let decoded = bincode::serde::decode_from_slice(payload, config());
+        let decoded = bincode::serde::decode_from_slice(payload, bincode::config::standard());
         let (value, used) =
             decoded.map_err(|error| self.link.error(format!("sent a message that cannot be decoded: {error}")))?;
         if used != payload.len() {
@@ -325,8 +331,4 @@ impl Reader {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn config() -> impl bincode::config::Config {
-    bincode::config::standard().with_limit::<MAX_MESSAGE_BYTES>()
 }

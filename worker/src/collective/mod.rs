@@ -1,7 +1,8 @@
 //! How ranks meet: authenticated TCP links, all-reduce, send/receive and messages.
 //! For: `replica` sets the links up, `rank` reduces over them, the leader sends its step plans over them.
-//! Invariant: no call can hang. Every read and write has a deadline or watches the peer's heartbeat, every frame carries
-//! the plan's epoch and a sequence number that must match, and [`AbortHandle::abort`] wakes every waiting thread at once.
+//! Invariant: no call outlasts the replica. An all-reduce has a deadline; all else waits for as long as the peer lives:
+//! control links watch heartbeats, a path that is cut closes its connections, and [`AbortHandle::abort`] wakes every
+//! waiting thread at once. Every frame carries the plan's epoch and a sequence number that must match.
 //! Not here: what is reduced or said, and in which order (that order is the step plan's).
 //!
 //! ```text
@@ -55,16 +56,17 @@ pub trait Collective: Send {
     /// [`WorkerError::Link`] if a peer closed, timed out or sent something else than agreed; the group is then unusable.
     fn all_reduce_sum<T: Element>(&mut self, data: &mut [T]) -> Result<(), WorkerError>;
 
-    /// Sends `data` to `peer`, an index within the group. Returns when the socket took it.
+    /// Sends `data` to `peer`, an index within the group. Returns when the socket took it; a peer that still computes
+    /// may take its time.
     ///
     /// # Errors
-    /// As [`all_reduce_sum`](Self::all_reduce_sum).
+    /// [`WorkerError::Link`] if the peer closed, cannot be reached any more or sent something else than agreed.
     fn send(&mut self, peer: usize, data: &[f32]) -> Result<(), WorkerError>;
 
-    /// Fills `data` with what `peer` sends; lengths must agree.
+    /// Fills `data` with what `peer` sends, however long it computes; lengths must agree.
     ///
     /// # Errors
-    /// As [`all_reduce_sum`](Self::all_reduce_sum).
+    /// As [`send`](Self::send).
     fn receive(&mut self, peer: usize, data: &mut [f32]) -> Result<(), WorkerError>;
 }
 

@@ -33,8 +33,10 @@ pub struct RankLinksConfig {
     pub addresses: Vec<SocketAddr>,
     /// Longest wait for a peer to appear.
     pub connect_timeout: Duration,
-    /// Longest wait inside one operation.
+    /// Longest wait for the others inside an all-reduce: all of them compute equal shares.
     pub timeout: Duration,
+    /// Largest encoded message; a longer one is an error on either side.
+    pub max_message_bytes: usize,
     /// How long a waiting rank looks again before it sleeps; zero where the ranks need each other's cores.
     pub spin: Duration,
     /// Breaks all links of this part of the replica.
@@ -90,7 +92,7 @@ impl RankLinks {
     /// [`WorkerError::Link`] if it did not appear or was refused.
     pub fn message_link(&self, peer: usize) -> Result<MessageLink, WorkerError> {
         let link = self.link(peer, Purpose::Control, Instant::now() + self.config.connect_timeout)?;
-        MessageLink::new(link, self.config.timeout, self.config.spin)
+        MessageLink::new(link, self.config.max_message_bytes, self.config.spin)
     }
 
     #[cfg(test)]

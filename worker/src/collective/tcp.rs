@@ -76,7 +76,7 @@ impl TcpCollective {
             .zip(&headers)
             .map(|(link, header)| Outgoing::new(link, header, payload))
             .collect();
-        drive(&mut outgoing, &mut incoming, Until::Done, self.timeout, &mut self.spin)?;
+        drive(&mut outgoing, &mut incoming, Until::Done, Some(self.timeout), &mut self.spin)?;
         sum_in_rank_order(data, scratch, self.rank, self.links.len());
         Ok(())
     }
@@ -126,7 +126,7 @@ impl TcpCollective {
         let mut arrival = Arrival::new(expected);
         let mut step = |outgoing: &mut [Outgoing<'_>; 1], target: &mut [T], arrival: &mut Arrival, until| {
             let mut incoming = [Incoming::new(previous, arrival, bytemuck::cast_slice_mut(target))];
-            drive(outgoing, &mut incoming, until, self.timeout, &mut self.spin)
+            drive(outgoing, &mut incoming, until, Some(self.timeout), &mut self.spin)
         };
         if !is_sum {
             return step(&mut outgoing, received, &mut arrival, Until::Done);
@@ -160,14 +160,14 @@ impl Collective for TcpCollective {
         let payload = bytemuck::cast_slice(data);
         let header = link_mut(&mut self.links, peer)?.next_send(FrameKind::Values, payload.len());
         let mut outgoing = [Outgoing::new(link_ref(&self.links, peer)?, &header, payload)];
-        drive(&mut outgoing, &mut [], Until::Done, self.timeout, &mut self.spin)
+        drive(&mut outgoing, &mut [], Until::Done, None, &mut self.spin)
     }
 
     fn receive(&mut self, peer: usize, data: &mut [f32]) -> Result<(), WorkerError> {
         let target: &mut [u8] = bytemuck::cast_slice_mut(data);
         let mut arrival = Arrival::new(link_mut(&mut self.links, peer)?.next_receive(FrameKind::Values, target.len()));
         let mut incoming = [Incoming::new(link_ref(&self.links, peer)?, &mut arrival, target)];
-        drive(&mut [], &mut incoming, Until::Done, self.timeout, &mut self.spin)
+        drive(&mut [], &mut incoming, Until::Done, None, &mut self.spin)
     }
 }
 

@@ -27,6 +27,7 @@ fn config(rank: usize, addresses: Vec<SocketAddr>) -> RankLinksConfig {
         addresses,
         connect_timeout: Duration::from_secs(5),
         timeout: Duration::from_secs(5),
+        max_message_bytes: 1 << 20,
         spin: Duration::ZERO,
         abort: AbortHandle::default(),
     }
@@ -208,6 +209,29 @@ fn a_dead_or_silent_peer_is_an_error() {
 }
 
 #[test]
+fn a_stage_waits_for_as_long_as_the_other_computes() {
+    // More than the sockets hold, so that sending waits as well.
+    let values = vec![1.5_f32; 4 << 20];
+    run_pair(
+        |config| config.timeout = Duration::from_millis(50),
+        |rank, links| {
+            let mut collective = links.collective(&[0, 1], Purpose::Pipeline).unwrap();
+            let mut received = vec![0.0; values.len()];
+            if rank == 0 {
+                collective.receive(1, &mut received).unwrap();
+                collective.send(1, &received).unwrap();
+            } else {
+                std::thread::sleep(Duration::from_millis(300));
+                collective.send(0, &values).unwrap();
+                std::thread::sleep(Duration::from_millis(300));
+                collective.receive(0, &mut received).unwrap();
+                assert!(received == values);
+            }
+        },
+    );
+}
+
+#[test]
 fn lengths_that_differ_are_an_error_on_both_sides() {
     let results = run_pair(
         |_| (),
@@ -245,6 +269,31 @@ fn abort_wakes_a_waiting_rank() {
         },
     );
     assert_eq!(results[0], "rank 1: aborted: the plan is over");
+}
+
+#[test]
+fn a_silent_peer_ends_a_send() {
+    let listener = std::net::TcpListener::bind(any_port()).unwrap();
+    let stream = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let _silent = listener.accept().unwrap();
+    let link = super::link::Link::new(stream, 1, 7, &AbortHandle::default()).unwrap();
+    let link = MessageLink::new(link, 64 << 20, Duration::ZERO).unwrap();
+    let start = std::time::Instant::now();
+    let error = link.send(&vec![1u32; 32 << 20]).unwrap_err().to_string();
+    assert!(error.contains("not even a heartbeat") && start.elapsed() < 2 * SILENCE, "{error}");
+}
+
+#[test]
+fn a_message_beyond_the_limit_is_refused() {
+    let results = run_pair(
+        |config| config.max_message_bytes = if config.rank == 0 { 100 } else { 10_000 },
+        |rank, links| {
+            let link = links.message_link(1 - rank).unwrap();
+            let sent = link.send(&vec![1u32; 1000]);
+            sent.and_then(|()| link.receive::<Vec<u32>>(None)).unwrap_err().to_string()
+        },
+    );
+    assert!(results[0].contains("message of"), "{results:?}");
 }
 
 #[test]

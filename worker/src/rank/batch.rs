@@ -26,6 +26,33 @@ pub struct StepLimits {
     pub max_sequence_tokens: usize,
 }
 
+/// Bytes of an encoded message and of each of its rows, beside their lists; integers take up to nine.
+const MESSAGE_ROW_BYTES: usize = 128;
+/// Bytes of an encoded token id or KV block.
+const ID_BYTES: usize = 5;
+/// Bytes of an encoded candidate, `(u32, f32)`.
+const CANDIDATE_BYTES: usize = ID_BYTES + 4;
+/// Bytes of an encoded `TokenPenalty`.
+const PENALTY_BYTES: usize = ID_BYTES + 4 + 4;
+
+impl StepLimits {
+    /// Bytes that no encoded step plan within these limits exceeds, and no rank's result of one, whatever the sampling
+    /// parameters: a flat distribution has the whole vocabulary for candidates, a long sequence a penalty for each token.
+    pub fn max_message_bytes(&self) -> usize {
+        let rows = |list_bytes: usize| {
+            list_bytes.saturating_add(MESSAGE_ROW_BYTES).saturating_mul(self.max_num_sequences.saturating_add(1))
+        };
+        let num_blocks = self.max_sequence_tokens.div_ceil(self.block_size.max(1)).min(self.num_kv_blocks);
+        let num_penalties = self.max_sequence_tokens.min(self.vocab_size);
+        let table_bytes = num_blocks.saturating_mul(ID_BYTES);
+        let of_plan = rows(table_bytes.saturating_add(num_penalties.saturating_mul(PENALTY_BYTES)))
+            .saturating_add(self.max_step_tokens.saturating_mul(ID_BYTES));
+        // The best candidates, and the best before penalties.
+        let of_result = rows(self.vocab_size.saturating_mul(2 * CANDIDATE_BYTES));
+        of_plan.max(of_result)
+    }
+}
+
 /// The rows of one step. All vectors but the last two have one entry for each token.
 #[derive(Debug)]
 pub struct Batch<'a> {
@@ -150,6 +177,10 @@ mod tests {
         }
     }
 
+    fn encoded_bytes(value: &impl serde::Serialize) -> usize {
+        bincode::serde::encode_to_vec(value, bincode::config::standard()).unwrap().len()
+    }
+
     fn plan(sequences: Vec<StepSequence>) -> StepPlan {
         StepPlan { step_id: 3, sequences }
     }
@@ -163,6 +194,55 @@ mod tests {
         assert_eq!(batch.slot_mapping, [5 * 4 + 3, 2 * 4, 2 * 4 + 1, 7 * 4]);
         assert_eq!(batch.sampled_rows, [3]);
         assert_eq!(batch.sequences.len(), 2);
+    }
+
+    #[test]
+    fn the_longest_messages_fit() {
+        use lockstep_kernels::ops::{Candidates, TokenPenalty};
+        for limits in [
+            LIMITS,
+            StepLimits {
+                vocab_size: 128_256,
+                num_kv_blocks: 400,
+                max_num_sequences: 3,
+                max_sequence_tokens: 8192,
+                ..LIMITS
+            },
+            StepLimits {
+                vocab_size: 50,
+                num_kv_blocks: 4000,
+                max_num_sequences: 64,
+                max_sequence_tokens: 8192,
+                ..LIMITS
+            },
+        ] {
+            let penalty = TokenPenalty { token_id: u32::MAX, repetition: 1.1, subtract: 0.5 };
+            let sample = SampleRow {
+                top_k: usize::MAX,
+                temperature: 1.0,
+                noise_seed: Some(u64::MAX),
+                penalties: vec![penalty; limits.vocab_size.min(limits.max_sequence_tokens)],
+                raw_top_k: usize::MAX,
+            };
+            let sequence = StepSequence {
+                sequence_id: u64::MAX,
+                first_position: u32::MAX,
+                token_ids: vec![u32::MAX; limits.max_step_tokens / limits.max_num_sequences],
+                block_table: vec![
+                    u32::MAX;
+                    limits.max_sequence_tokens.div_ceil(limits.block_size).min(limits.num_kv_blocks)
+                ],
+                sample: Some(sample),
+            };
+            let plan = StepPlan { step_id: u64::MAX, sequences: vec![sequence; limits.max_num_sequences] };
+            let top = vec![(u32::MAX, 0.0); limits.vocab_size];
+            let candidates =
+                Candidates { top: top.clone(), raw_top: top, drawn: Some((u32::MAX, 0.0, 0.0)), ..Default::default() };
+            let result = (u64::MAX, vec![candidates; limits.max_num_sequences]);
+            let longest = encoded_bytes(&plan).max(encoded_bytes(&result));
+            let limit = limits.max_message_bytes();
+            assert!((longest..2 * longest).contains(&limit), "{limits:?}: {limit} for {longest}");
+        }
     }
 
     #[test]

@@ -136,7 +136,8 @@ impl RankThread {
         let Self { rank, spec, .. } = self;
         let config = checkpoint.config();
         let shape = RankShape::new(config, &spec.plan, *rank)?;
-        let links = RankLinks::new(self.listener.clone(), self.links_config())?;
+        let limits = spec.limits(config.vocab_size);
+        let links = RankLinks::new(self.listener.clone(), self.links_config(limits.max_message_bytes()))?;
         let control = self.control_links(&links, is_remote)?;
         let peers = RankPeers::connect(&links, &spec.plan, &shape)?;
         let device = CpuDevice::new(threads_per_device(spec.threads_per_rank, self.num_local_ranks))?;
@@ -153,12 +154,11 @@ impl RankThread {
         };
         progress(LoadEvent::Total(loader.total_bytes()))?;
         let weights = loader.load()?;
-        let limits = spec.limits(config.vocab_size);
         tracing::debug!(rank, device = device.info().name, "rank loaded");
         Ok((Executor::new(device, config, shape, limits, weights, peers)?, control))
     }
 
-    fn links_config(&self) -> RankLinksConfig {
+    fn links_config(&self, max_message_bytes: usize) -> RankLinksConfig {
         let spec = &self.spec;
         RankLinksConfig {
             key: LinkKey { model: spec.model.clone(), replica: spec.replica, plan_epoch: spec.plan_epoch },
@@ -167,6 +167,7 @@ impl RankThread {
             addresses: spec.rank_addresses.clone(),
             connect_timeout: CONNECT_TIMEOUT,
             timeout: spec.collective_timeout,
+            max_message_bytes,
             spin: SPIN,
             abort: self.health.abort_handle(),
         }

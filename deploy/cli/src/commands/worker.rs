@@ -53,7 +53,7 @@ struct Settings {
     /// Memory for weights, KV blocks and activations, such as 16GiB [default: 90 % of what is available]
     #[arg(long = "memory", env = "LOCKSTEP_MEMORY", value_name = "SIZE", value_parser = parse_bytes)]
     memory_bytes: Option<u64>,
-    /// Longest wait for another rank inside a step [default: 30]
+    /// Longest wait for the other ranks that share a layer, inside a step [default: 30]
     #[arg(long, env = "LOCKSTEP_COLLECTIVE_TIMEOUT_SECS", value_name = "SECONDS")]
     collective_timeout_secs: Option<f64>,
     /// Most sequences that wait in an engine; one more is refused as overloaded [default: 256]
