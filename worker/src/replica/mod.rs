@@ -80,7 +80,7 @@ pub struct ReplicaSpec {
     pub rank_addresses: Vec<SocketAddr>,
     /// Threads of each rank's CPU device; 0: all cores divided by the ranks of this worker.
     pub threads_per_rank: usize,
-    /// Longest wait for another rank inside a step before the replica is taken for broken.
+    /// Longest wait for the others inside an all-reduce before the replica is taken for broken.
     pub collective_timeout: Duration,
     /// Ends a load that nobody wants any more.
     pub cancel: CancellationToken,
@@ -275,22 +275,22 @@ impl Loading<'_> {
             threads.push(thread.spawn(self.checkpoint.clone(), orders, events.clone())?);
         }
         drop(events);
-        let control = self.follow(&loaded, local_ranks.len(), progress)?;
+        let (control, bytes) = self.follow(&loaded, local_ranks.len(), progress)?;
         let mut remote = Vec::with_capacity(control.len());
         for link in control {
-            self.wait_ready(&link)?;
+            self.wait_ready(&link, || progress(bytes, bytes))?;
             remote.push(RemoteRank { rank: link.peer(), link: Arc::new(link) });
         }
         Ok((orders_of_local, remote))
     }
 
-    /// Follows the ranks until all are loaded; returns the leader's control links.
+    /// Follows the ranks until all are loaded; returns the leader's control links and the bytes loaded.
     fn follow(
         &self,
         events: &Receiver<LoadEvent>,
         num_ranks: usize,
         progress: &(dyn Fn(u64, u64) + Sync),
-    ) -> Result<Vec<MessageLink>, WorkerError> {
+    ) -> Result<(Vec<MessageLink>, u64), WorkerError> {
         let (mut loaded_bytes, mut total_bytes, mut num_ready) = (0, 0, 0);
         let mut control = Vec::new();
         while num_ready < num_ranks {
@@ -308,11 +308,12 @@ impl Loading<'_> {
             }
             progress(loaded_bytes, total_bytes);
         }
-        Ok(control)
+        Ok((control, loaded_bytes))
     }
 
-    /// Waits for a rank of another worker as long as it lives: a large model takes its time.
-    fn wait_ready(&self, link: &MessageLink) -> Result<(), WorkerError> {
+    /// Waits for a rank of another worker as long as it lives, since a large model takes its time, and calls `waiting`
+    /// again and again: whoever follows this load must not take it for dead.
+    fn wait_ready(&self, link: &MessageLink, waiting: impl Fn()) -> Result<(), WorkerError> {
         loop {
             match link.try_receive()? {
                 Some(RankMessage::Ready) => return Ok(()),
@@ -323,6 +324,7 @@ impl Loading<'_> {
                 None => std::thread::sleep(CANCEL_INTERVAL),
             }
             self.check_cancelled()?;
+            waiting();
         }
     }
 

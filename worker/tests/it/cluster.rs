@@ -11,15 +11,12 @@ use std::{
 };
 
 use lockstep_model::Checkpoint;
-use lockstep_sharding::{ModelShape, RankPlan, ReplicaPlan, StagePlan};
+use lockstep_sharding::{ModelShape, Parallelism, PlanOptions, Policy, ReplicaPlan, Topology};
 use lockstep_worker::{
     collective::LinkListener,
     engine::{Logprobs, Sampling, SequenceOutput, SequenceRequest},
     replica::{LeaderHandle, Replica, ReplicaSpec},
 };
-
-/// Columns of a quantized matrix are cut on multiples of this.
-const BLOCK: usize = 32;
 
 /// The real model that `tests/run.sh` provides.
 pub fn test_model() -> PathBuf {
@@ -29,38 +26,28 @@ pub fn test_model() -> PathBuf {
     }
 }
 
-/// One pipeline stage for each entry, of so many tensor-parallel ranks.
+/// The planner's cut: one pipeline stage for each entry, of so many tensor-parallel ranks, each rank a worker of its own.
 pub fn cut(shape: &ModelShape, stages: &[usize], num_kv_blocks: usize) -> ReplicaPlan {
-    let share = |total: usize, index: usize, parts: usize| total * index / parts..total * (index + 1) / parts;
-    let group_size = shape.group_size();
+    let mut plan = ReplicaPlan { stages: Vec::new(), num_kv_blocks };
     let mut rank = 0;
-    let stages = stages.iter().enumerate().map(|(stage, size)| StagePlan {
-        layers: share(shape.num_hidden_layers, stage, stages.len()),
-        ranks: (0..*size)
-            .map(|index| {
-                let query_heads = share(shape.num_attention_heads, index, *size);
-                let blocks = share(shape.intermediate_size / BLOCK, index, *size);
-                rank += 1;
-                RankPlan {
-                    rank: rank - 1,
-                    device: rank - 1,
-                    worker_id: format!("worker-{}", rank - 1),
-                    local_rank: 0,
-                    key_value_heads: query_heads.start / group_size..query_heads.end.div_ceil(group_size),
-                    query_heads,
-                    intermediate: blocks.start * BLOCK..blocks.end * BLOCK,
-                    vocabulary: share(shape.vocab_size, index, *size),
-                    weight_bytes: 0,
-                    kv_bytes: 0,
-                    activation_bytes: 0,
-                    decode_step_ms: 0.0,
-                    prefill_step_ms: 0.0,
-                    bound_by: String::new(),
-                }
-            })
-            .collect(),
-    });
-    ReplicaPlan { stages: stages.collect(), num_kv_blocks }
+    for (index, size) in stages.iter().enumerate() {
+        // The planner's stages are all of one size; those of a mixed plan come from one plan for each size.
+        let mut stage = even_cut(shape, *size, stages.len(), num_kv_blocks).stages.swap_remove(index);
+        for part in &mut stage.ranks {
+            (part.rank, part.device, part.worker_id) = (rank, rank, format!("worker-{rank}"));
+            rank += 1;
+        }
+        plan.stages.push(stage);
+    }
+    plan
+}
+
+fn even_cut(shape: &ModelShape, tensor: usize, pipeline: usize, num_kv_blocks: usize) -> ReplicaPlan {
+    let devices = Topology::parse_devices(&format!("{}*h200@host", tensor * pipeline)).unwrap();
+    let parallelism = Parallelism::Fixed { tensor_parallel_size: tensor, pipeline_parallel_size: pipeline };
+    let policy = Policy { parallelism, replicas: Some(1) };
+    let options = PlanOptions { num_kv_blocks: Some(num_kv_blocks), ..PlanOptions::default() };
+    lockstep_sharding::plan(shape, &devices, &policy, &options).unwrap().replicas.swap_remove(0)
 }
 
 /// A replica with a worker for each rank (or one for all), in this process.
@@ -80,6 +67,15 @@ impl Cluster {
 
     /// Loads a plan; its workers are those that it names.
     pub fn load(model: &Path, plan: ReplicaPlan) -> Self {
+        Self::load_following(model, plan, |_, _, _| ())
+    }
+
+    /// Loads a plan; `progress` is told the number of the worker, the bytes that it has loaded and all of its bytes.
+    pub fn load_following(
+        model: &Path,
+        plan: ReplicaPlan,
+        progress: impl Fn(usize, u64, u64) + Clone + Send + Sync + 'static,
+    ) -> Self {
         let mut workers: Vec<String> = Vec::new();
         let mut rank_addresses: Vec<SocketAddr> = Vec::new();
         let mut listeners = Vec::new();
@@ -94,11 +90,16 @@ impl Cluster {
         let loads: Vec<_> = workers
             .into_iter()
             .zip(listeners)
-            .map(|(worker_id, listener)| {
+            .enumerate()
+            .map(|(worker, (worker_id, listener))| {
+                let follow = progress.clone();
                 let spec = spec(model, plan.clone(), worker_id, rank_addresses.clone());
                 std::thread::spawn(move || {
                     let loaded = AtomicU64::new(0);
-                    let progress = |bytes, _| loaded.store(bytes, Ordering::Relaxed);
+                    let progress = |bytes, total| {
+                        loaded.store(bytes, Ordering::Relaxed);
+                        follow(worker, bytes, total);
+                    };
                     let replica = Replica::load(spec, listener, &progress).unwrap();
                     (replica, loaded.load(Ordering::Relaxed))
                 })
@@ -136,9 +137,9 @@ fn spec(model: &Path, plan: ReplicaPlan, worker_id: String, rank_addresses: Vec<
         plan,
         block_size: 16,
         max_sequence_tokens: 1024,
-        max_num_sequences: 8,
+        max_num_sequences: 64,
         max_step_tokens: 64,
-        max_waiting_sequences: 16,
+        max_waiting_sequences: 128,
         secret: b"secret of the test".to_vec(),
         rank_addresses,
         threads_per_rank: 1,
@@ -149,19 +150,7 @@ fn spec(model: &Path, plan: ReplicaPlan, worker_id: String, rank_addresses: Vec<
 
 /// Greedy decoding of `prompt`, with the two most likely tokens of each step.
 pub fn greedy(prompt: Vec<u32>, max_tokens: usize) -> SequenceRequest {
-    let sampling = Sampling {
-        max_tokens,
-        temperature: 0.0,
-        top_p: 1.0,
-        top_k: 0,
-        min_p: 0.0,
-        seed: 1,
-        repetition_penalty: 1.0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        stop_token_ids: Vec::new(),
-        logprobs: 2,
-    };
+    let sampling = Sampling { logprobs: 2, ..Sampling::greedy(max_tokens) };
     SequenceRequest { request_id: "test".to_owned(), prompt, sampling }
 }
 

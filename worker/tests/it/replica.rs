@@ -1,10 +1,14 @@
 //! Whole replicas on the real model, in one process over loopback links: every cut answers as one rank does, a lost
 //! rank breaks the replica at once, cancelled sequences give their blocks back, and a rank reads only its slices.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::{Arc, Condvar, Mutex},
+    time::{Duration, Instant},
+};
 
 use crate::cluster::{Cluster, block_on, cut, greedy, run, test_model};
 use lockstep_model::Checkpoint;
+use lockstep_worker::engine::{Sampling, SequenceRequest};
 
 /// Gap to the runner-up, in nats, below which two tokens may be swapped by rounding.
 const TIE: f32 = 0.02;
@@ -100,6 +104,43 @@ fn concurrent_sequences_answer_as_alone() {
     });
     // A token's result does not depend on what else is in its batch.
     assert_eq!(answers, expected);
+}
+
+#[test]
+fn flat_distributions_do_not_break_a_replica() {
+    // Two steps of 64 rows are in flight; the rank of the last stage sends all of the vocabulary for each row.
+    const NUM_SEQUENCES: usize = 128;
+    let cluster = Cluster::start(&test_model(), &[1, 1]);
+    block_on(async {
+        let request = |seed| {
+            let sampling = Sampling { temperature: 100.0, top_p: 0.999, seed, logprobs: 2, ..Sampling::greedy(3) };
+            SequenceRequest { request_id: "flat".to_owned(), prompt: vec![1, 2], sampling }
+        };
+        let runs = (0..NUM_SEQUENCES as u64).map(|seed| run(cluster.leader(), request(seed)));
+        for tokens in futures::future::join_all(runs).await {
+            assert_eq!(tokens.len(), 3);
+        }
+    });
+    assert_eq!(*cluster.parts[0].problem().borrow(), None);
+}
+
+#[test]
+fn a_leader_reports_while_others_load() {
+    const REPORTS: u32 = 5;
+    let plan = cut(Checkpoint::open(&test_model()).unwrap().shape(), &[1, 1], 64);
+    // The follower goes on loading when the leader, which has all of its part, has reported a few times more.
+    let reports = Arc::new((Mutex::new(0), Condvar::new()));
+    Cluster::load_following(&test_model(), plan, move |worker, loaded, total| {
+        let (count, changed) = &*reports;
+        let mut count = count.lock().unwrap();
+        if worker == 0 && loaded == total && total > 0 {
+            *count += 1;
+            changed.notify_all();
+        } else if worker == 1 {
+            let waited = changed.wait_timeout_while(count, Duration::from_secs(20), |count| *count < REPORTS);
+            assert!(!waited.unwrap().1.timed_out(), "the leader is silent");
+        }
+    });
 }
 
 #[test]
