@@ -145,10 +145,12 @@ impl Session {
     /// One registration stream from its hello to its end.
     async fn register(&mut self, was_registered_before: bool) -> End {
         let stop = self.stop.clone();
-        tokio::select! {
+        let end = tokio::select! {
             () = stop.cancelled() => End::Stopped,
             end = self.hold_lease(was_registered_before) => end,
-        }
+        };
+        self.state.set_registered(false);
+        end
     }
 
     async fn hold_lease(&mut self, was_registered_before: bool) -> End {
@@ -190,6 +192,7 @@ impl Session {
                             tracing::info!(lease_ms, "registered");
                         }
                         self.was_registered = true;
+                        self.state.set_registered(true);
                         let period = (Duration::from_millis(lease_ms.into()) / 3).max(LEAST_PERIOD);
                         if period != heartbeats.period() {
                             heartbeats = tokio::time::interval(period);

@@ -1,13 +1,7 @@
 //! Whether a replica's part works, and the one way to say that it does not.
 //! Invariant: the first reason stays; whoever gives it, every link of the part is shut down and the engine is woken.
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
-    time::{Duration, Instant},
-};
+use std::sync::Arc;
 
 use tokio::sync::watch;
 
@@ -18,8 +12,6 @@ use crate::collective::AbortHandle;
 pub(super) struct Health {
     abort: AbortHandle,
     problem: Arc<watch::Sender<Option<String>>>,
-    start: Instant,
-    last_step_ms: Arc<AtomicU64>,
 }
 
 impl Health {
@@ -38,8 +30,7 @@ impl Health {
                 wake();
             }
         };
-        let last_step_ms = Arc::default();
-        Self { abort: AbortHandle::with_callback(on_abort), problem, start: Instant::now(), last_step_ms }
+        Self { abort: AbortHandle::with_callback(on_abort), problem }
     }
 
     /// Breaks the part.
@@ -72,16 +63,6 @@ impl Health {
         self.abort.clone()
     }
 
-    /// Notes that a step was executed.
-    pub fn note_step(&self) {
-        self.last_step_ms.store(self.start.elapsed().as_millis() as u64, Ordering::Relaxed);
-    }
-
-    /// Time since the last step, or since the start.
-    pub fn since_last_step(&self) -> Duration {
-        self.start.elapsed().saturating_sub(Duration::from_millis(self.last_step_ms.load(Ordering::Relaxed)))
-    }
-
     /// Breaks the part if the thread that holds the guard panics.
     pub fn guard(&self, thread: String) -> PanicGuard {
         PanicGuard { health: self.clone(), thread }
@@ -104,6 +85,8 @@ impl Drop for PanicGuard {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
     use super::*;
 
     #[test]

@@ -205,18 +205,6 @@ impl Replica {
         self.vocab_size
     }
 
-    /// Whether no work is under way: a leader has no sequences, other ranks saw no step for a second.
-    pub fn is_quiet(&self) -> bool {
-        match &self.leader {
-            _ if self.health.problem().borrow().is_some() => true,
-            Some(leader) => {
-                let status = leader.status();
-                status.num_running_sequences + status.num_waiting_sequences == 0
-            }
-            None => self.health.since_last_step() > Duration::from_secs(1),
-        }
-    }
-
     /// Ends the threads and closes the links; running sequences end with `reason` as the problem. Blocks until the step
     /// that is being computed reaches its next collective or its end.
     pub fn stop(&self, reason: &str) {

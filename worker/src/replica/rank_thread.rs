@@ -193,7 +193,6 @@ impl RankThread {
     ) -> Result<(), WorkerError> {
         // Closed: the engine has ended.
         while let Ok(plan) = plans.recv() {
-            self.health.note_step();
             if let Some(candidates) = executor.execute(&plan)? {
                 let result = RankResult { step_id: plan.step_id, candidates };
                 if results.send(Event::Result { rank: self.rank, result }).is_err() {
@@ -207,7 +206,6 @@ impl RankThread {
     fn obey_link<D: Device>(&self, mut executor: Executor<D>, leader: &MessageLink) -> Result<(), WorkerError> {
         loop {
             let plan: StepPlan = leader.receive(None)?;
-            self.health.note_step();
             if let Some(candidates) = executor.execute(&plan)? {
                 leader.send(&RankMessage::Result(RankResult { step_id: plan.step_id, candidates }))?;
             }

@@ -40,6 +40,7 @@ pub(crate) struct WorkerState {
     /// One token for each running sequence.
     pub running: TaskTracker,
     is_draining: AtomicBool,
+    is_registered: AtomicBool,
 }
 
 impl WorkerState {
@@ -54,6 +55,11 @@ impl WorkerState {
             tracing::info!("draining");
         }
         self.running.close();
+    }
+
+    /// Notes whether the coordinator holds this worker's registration.
+    pub fn set_registered(&self, is_registered: bool) {
+        self.is_registered.store(is_registered, Ordering::Relaxed);
     }
 }
 
@@ -78,6 +84,7 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> Result<()
         replicas: Replicas::default(),
         running: TaskTracker::new(),
         is_draining: AtomicBool::new(false),
+        is_registered: AtomicBool::new(false),
     });
     let stop_serving = CancellationToken::new();
     let mut server = tokio::spawn(serve(state.clone(), listener, stop_serving.clone()));
@@ -130,16 +137,18 @@ fn server_error(ended: Result<Result<(), tonic::transport::Error>, tokio::task::
     WorkerError::Server(what)
 }
 
-/// Waits until running sequences are done and the other ranks' leaders have stopped stepping, within the drain timeout.
+/// Waits, within the drain timeout, until the running sequences are done and the coordinator, which the next heartbeat
+/// tells of the drain, has taken back the parts held here. Until then it may have accepted requests for them, also where
+/// another worker leads. Without a registration no coordinator sends any.
 async fn drain(state: &WorkerState) {
     let timeout = state.config.drain_timeout;
-    let quiet = async {
+    let withdrawn = async {
         state.running.wait().await;
-        while !state.replicas.is_quiet() {
+        while state.is_registered.load(Ordering::Relaxed) && !state.replicas.is_empty() {
             tokio::time::sleep(DRAIN_POLL).await;
         }
     };
-    if tokio::time::timeout(timeout, quiet).await.is_err() {
+    if tokio::time::timeout(timeout, withdrawn).await.is_err() {
         tracing::warn!(?timeout, running = state.running.len(), "drain timed out, sequences are cut off");
     }
 }

@@ -128,9 +128,9 @@ impl Replicas {
         removed.into_values().for_each(stop);
     }
 
-    /// Whether no part has a step under way or expected: leaders have no sequences, the others saw no step for a while.
-    pub fn is_quiet(&self) -> bool {
-        self.lock().values().filter_map(loaded).all(|replica| replica.is_quiet())
+    /// Whether no part is held.
+    pub fn is_empty(&self) -> bool {
+        self.lock().is_empty()
     }
 
     /// What a heartbeat says; parts that still load are not in it.

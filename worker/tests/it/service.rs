@@ -222,13 +222,17 @@ fn a_worker_loads_runs_unloads_and_drains() {
         assert_eq!(Class::of(&lost), Class::WorkerLost);
         assert_eq!(Class::of(&harness.load(1).await.unwrap_err()), Class::StaleEpoch);
 
-        // Shutdown lets a running sequence finish and takes no new one.
+        // Shutdown lets a running sequence finish, takes no new one, and waits until the part is withdrawn: this test
+        // is the coordinator, which may have accepted a request before it heard of the drain.
         let last = harness.run(2, 30).await.unwrap();
         harness.shutdown.cancel();
         harness.heartbeat(|heartbeat| heartbeat.draining).await;
+        assert_eq!(collect(last).await.0.len(), 30);
         let refused = harness.run(2, 4).await.unwrap_err();
         assert_eq!(Class::of(&refused), Class::ShuttingDown);
-        assert_eq!(collect(last).await.0.len(), 30);
+        assert!(!harness.worker.is_finished());
+        let unload = v1::UnloadReplicaRequest { model: "m".to_owned(), plan_epoch: 2 };
+        harness.client.unload_replica(unload).await.unwrap();
         tokio::time::timeout(WAIT, harness.worker).await.unwrap().unwrap().unwrap();
     });
 }
