@@ -1,8 +1,10 @@
 //! The cluster as the planner may use it: devices of live workers, less what other models hold.
-//! Invariant: the order of the devices depends only on worker ids, so equal clusters give equal plans.
+//! Invariants: the order of the devices depends only on worker ids, so equal clusters give equal plans; what devices are
+//! promised of their host's memory, by this plan and by what other models hold, is never more than the host has.
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use lockstep_proto::v1;
 use lockstep_sharding::{DeviceSpec, LinkSpec, Topology};
 
 use crate::{
@@ -23,20 +25,30 @@ pub fn topology<'a>(
 ) -> Topology {
     let held = held_bytes(replicas);
     let taken = taken_devices(model, replicas);
-    let mut devices = Vec::new();
-    for (worker_id, record) in workers {
+    let workers: Vec<_> = workers.collect();
+    let mut hosts: BTreeMap<&str, HostMemory> = BTreeMap::new();
+    for (worker_id, record) in &workers {
         for (local_rank, device) in record.hello.devices.iter().enumerate() {
-            let key = (worker_id.clone(), local_rank);
+            let key = ((*worker_id).clone(), local_rank);
+            let held_here = held.get(&key).copied().unwrap_or(0);
+            hosts.entry(&record.hello.host).or_default().add(device, held_here, taken.contains(&key));
+        }
+    }
+    let mut devices = Vec::new();
+    for (worker_id, record) in &workers {
+        for (local_rank, device) in record.hello.devices.iter().enumerate() {
+            let key = ((*worker_id).clone(), local_rank);
             if taken.contains(&key) {
                 continue;
             }
-            let held_here = held.get(&key).copied().unwrap_or(0);
+            let own = device.memory_bytes.saturating_sub(held.get(&key).copied().unwrap_or(0));
+            let host = hosts.get(record.hello.host.as_str()).filter(|_| device.host_memory_bytes > 0);
             devices.push(DeviceSpec {
-                worker_id: worker_id.clone(),
+                worker_id: (*worker_id).clone(),
                 local_rank,
                 host: record.hello.host.clone(),
                 name: device.name.clone(),
-                memory_bytes: device.memory_bytes.saturating_sub(held_here),
+                memory_bytes: host.map_or(own, |host| host.share(own)),
                 memory_bytes_per_second: device.memory_bytes_per_second,
                 operations_per_second: device.operations_per_second,
             });
@@ -44,6 +56,39 @@ pub fn topology<'a>(
     }
     equalize(&mut devices);
     Topology { devices, intra_host: INTRA_HOST, inter_host: INTER_HOST }
+}
+
+/// Memory that several devices of a host claim; each of its workers may have measured all of it as its own.
+#[derive(Debug, Default)]
+struct HostMemory {
+    bytes: u64,
+    /// By live replicas.
+    held_bytes: u64,
+    /// By the devices of this plan, beyond what they hold.
+    claimed_bytes: u64,
+}
+
+impl HostMemory {
+    fn add(&mut self, device: &v1::WorkerDevice, held_bytes: u64, is_taken: bool) {
+        if device.host_memory_bytes == 0 {
+            return;
+        }
+        // A worker that started when others had loaded saw less.
+        self.bytes = self.bytes.max(device.host_memory_bytes);
+        self.held_bytes = self.held_bytes.saturating_add(held_bytes);
+        let claimed_bytes = if is_taken { 0 } else { device.memory_bytes.saturating_sub(held_bytes) };
+        self.claimed_bytes = self.claimed_bytes.saturating_add(claimed_bytes);
+    }
+
+    /// What a device that claims so much may have: all of it, or in proportion if the claims exceed what is free.
+    fn share(&self, claimed_bytes: u64) -> u64 {
+        let free_bytes = self.bytes.saturating_sub(self.held_bytes);
+        if self.claimed_bytes <= free_bytes {
+            return claimed_bytes;
+        }
+        let share = u128::from(claimed_bytes) * u128::from(free_bytes) / u128::from(self.claimed_bytes);
+        u64::try_from(share).unwrap_or(free_bytes)
+    }
 }
 
 /// Gives devices of one kind on one host the best rates that any of them measured. Workers of a host measure while the
@@ -116,6 +161,40 @@ pub fn rank_addresses(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cluster::{MemoryRegistry, Registry};
+
+    #[test]
+    fn workers_of_a_host_share_its_memory() {
+        let registry = MemoryRegistry::default();
+        let enter = |worker_id: &str, host: &str, memory_bytes: u64, host_memory_bytes: u64| {
+            let device = v1::WorkerDevice { memory_bytes, host_memory_bytes, ..Default::default() };
+            let (worker_id, host) = (String::from(worker_id), String::from(host));
+            registry.register(v1::WorkerHello { worker_id, host, devices: vec![device], ..Default::default() }).unwrap()
+        };
+        let _leases = [
+            enter("w0", "a", 900, 900),
+            enter("w1", "a", 600, 800),
+            enter("w2", "a", 700, 0),
+            enter("w3", "b", 900, 900),
+            enter("w4", "c", 300, 900),
+            enter("w5", "c", 600, 900),
+        ];
+        let workers = registry.watch().borrow().clone();
+        let devices = topology("m", workers.iter().map(|(id, record)| (id, &**record)), &[]).devices;
+        let memory: Vec<u64> = devices.iter().map(|device| device.memory_bytes).collect();
+        assert_eq!(memory, [540, 360, 700, 900, 300, 600]);
+    }
+
+    #[test]
+    fn what_other_models_hold_is_not_promised_again() {
+        let device = v1::WorkerDevice { memory_bytes: 900, host_memory_bytes: 900, ..Default::default() };
+        let mut host = HostMemory::default();
+        // One holds 600 for another model, one holds 100 for this one, one is idle.
+        host.add(&device, 600, false);
+        host.add(&device, 100, true);
+        host.add(&device, 0, false);
+        assert_eq!((host.share(300), host.share(900)), (50, 150));
+    }
 
     #[test]
     fn equal_devices_of_a_host_get_equal_rates() {

@@ -273,6 +273,7 @@ impl StubWorker {
                 name: "cpu".into(),
                 reason: "stub".into(),
                 memory_bytes: 1 << 30,
+                host_memory_bytes: 0,
                 memory_bytes_per_second: 1e10,
                 operations_per_second: 1e11,
             }],

@@ -161,13 +161,14 @@ async fn measure_device(config: WorkerConfig) -> Result<DeviceInfo, WorkerError>
 }
 
 fn hello(config: &WorkerConfig, info: &DeviceInfo, address: SocketAddr, rank_address: SocketAddr) -> v1::WorkerHello {
-    // A tenth is left to the rest of the machine.
+    // A tenth is left to the rest of the machine. What the host's other workers claim is known to the coordinator only.
     let available = info.memory_bytes / 10 * 9;
-    let memory_bytes = config.memory_bytes.unwrap_or(available) / config.num_devices as u64;
+    let claimed = config.memory_bytes.unwrap_or(available);
     let device = v1::WorkerDevice {
         name: info.name.clone(),
         reason: "no accelerator feature built in".to_owned(),
-        memory_bytes,
+        memory_bytes: claimed / config.num_devices as u64,
+        host_memory_bytes: available.max(claimed),
         memory_bytes_per_second: info.memory_bytes_per_second,
         operations_per_second: info.operations_per_second,
     };

@@ -50,7 +50,8 @@ struct Settings {
     /// Threads of each device [default: all cores divided by the devices]
     #[arg(long, env = "LOCKSTEP_THREADS_PER_DEVICE", value_name = "N")]
     threads_per_device: Option<usize>,
-    /// Memory for weights, KV blocks and activations, such as 16GiB [default: 90 % of what is available]
+    /// Memory for weights, KV blocks and activations, such as 16GiB [default: 90 % of what is available; what workers of
+    /// one host claim beyond what it has is divided among them]
     #[arg(long = "memory", env = "LOCKSTEP_MEMORY", value_name = "SIZE", value_parser = parse_bytes)]
     memory_bytes: Option<u64>,
     /// Longest wait for the other ranks that share a layer, inside a step [default: 30]
