@@ -87,7 +87,7 @@ fn check_options(options: &PlanOptions) -> Result<(), PlanError> {
 }
 
 fn check_degrees(shape: &ModelShape, degrees: &Degrees) -> Result<(), PlanError> {
-    let (possible, parts) = Granules::of(shape).max_degree(shape);
+    let (possible, parts) = Granules::of(shape, usize::MAX).max_degree(shape);
     if degrees.tensor > possible {
         return Err(PlanError::Degree { degree: "tensor_parallel_size", asked: degrees.tensor, possible, parts });
     }
@@ -145,7 +145,7 @@ fn group_devices(topology: &Topology, size: usize) -> Vec<Vec<usize>> {
 /// The best plan over all degrees.
 fn best_replicas(problem: &Problem<'_>, replicas: Option<usize>) -> Result<Vec<Replica>, PlanError> {
     let devices = problem.topology.devices.len();
-    let (max_tensor, _) = Granules::of(problem.shape).max_degree(problem.shape);
+    let (max_tensor, _) = Granules::of(problem.shape, usize::MAX).max_degree(problem.shape);
     let max_ranks = devices / replicas.unwrap_or(1).max(1);
     let mut best: Option<(f64, usize, Vec<Replica>)> = None;
     let mut refused = None;

@@ -1,9 +1,12 @@
 //! Cuts the layers' matrices over the ranks of a tensor-parallel group.
 //! Invariant: the ranges of a group partition query heads, intermediate columns and vocabulary rows in rank order, each
-//! rank has at least one of each, and row-parallel matrices are cut on borders of their quantization blocks.
+//! rank has at least one of each, and row-parallel matrices are cut on borders of their quantization blocks; where there
+//! are parts enough also on those of the kernels' f32 sums, so that a cut changes no bit of the result.
 //! Each kind is balanced by itself, not their sum: ranks meet after attention and after the feed-forward layer.
 
 use std::ops::Range;
+
+use lockstep_formats::GgmlType;
 
 use crate::{ModelShape, PlanError, TensorRole};
 
@@ -31,10 +34,16 @@ pub(crate) struct Granules {
 }
 
 impl Granules {
-    pub fn of(shape: &ModelShape) -> Self {
+    /// For a group of `degree` ranks.
+    pub fn of(shape: &ModelShape, degree: usize) -> Self {
+        let by_sum = Self::on_borders(shape, GgmlType::sum_columns);
+        if by_sum.max_degree(shape).0 >= degree { by_sum } else { Self::on_borders(shape, GgmlType::block_elements) }
+    }
+
+    fn on_borders(shape: &ModelShape, border: fn(GgmlType) -> usize) -> Self {
         let block = |role| {
             let tensors = shape.tensors.iter().filter(|tensor| tensor.role == role);
-            tensors.fold(1, |block, tensor| lcm(block, tensor.ggml_type.block_elements()))
+            tensors.fold(1, |block, tensor| lcm(block, border(tensor.ggml_type)))
         };
         Self {
             heads: lcm(block(TensorRole::AttentionOutput), shape.head_dim) / shape.head_dim,
@@ -45,7 +54,7 @@ impl Granules {
 
     /// The largest tensor-parallel degree of `shape`, and what bounds it in words.
     pub fn max_degree(&self, shape: &ModelShape) -> (usize, String) {
-        let heads = shape.num_attention_heads / self.heads;
+        let heads = shape.num_attention_heads.div_ceil(self.heads);
         let columns = shape.intermediate_size.div_ceil(self.intermediate);
         if heads <= columns {
             let each = if self.heads == 1 { String::new() } else { format!(" in groups of {}", self.heads) };
@@ -61,7 +70,7 @@ impl Granules {
 /// # Errors
 /// [`PlanError::Degree`] if there are more ranks than parts.
 pub(crate) fn split(shape: &ModelShape, shares: &[f64]) -> Result<Vec<TensorShare>, PlanError> {
-    let granules = Granules::of(shape);
+    let granules = Granules::of(shape, shares.len());
     let (possible, parts) = granules.max_degree(shape);
     if shares.len() > possible {
         return Err(PlanError::Degree { degree: "tensor_parallel_size", asked: shares.len(), possible, parts });
@@ -101,11 +110,12 @@ struct Cut {
 /// Query heads by rank such that the slowest rank's attention weights take least time; of equal cuts, the one that
 /// replicates fewest key/value heads, then the one that spares the first rank, which also schedules. Exact, by dynamic programming over borders.
 fn split_heads(shape: &ModelShape, granule: usize, shares: &[f64]) -> Vec<Range<usize>> {
-    let units = shape.num_attention_heads / granule;
+    let total = shape.num_attention_heads;
+    let units = total.div_ceil(granule);
     // A query head costs its rows of Q and columns of the output matrix, a key/value head its rows of K and V; attention
     // itself goes with the query heads and adds about an eighth.
     let cost = |range: &Range<usize>| 1.125 * range.len() as f64 + key_value_heads(shape, range).len() as f64;
-    let heads = |units: Range<usize>| units.start * granule..units.end * granule;
+    let heads = |units: Range<usize>| units.start * granule..total.min(units.end * granule);
     let mut table: Vec<Vec<Option<Cut>>> = vec![vec![None; units + 1]; shares.len() + 1];
     table[0][0] = Some(Cut { slowest: 0.0, key_value_heads: 0, start: 0 });
     for (rank, share) in shares.iter().enumerate() {

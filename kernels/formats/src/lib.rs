@@ -70,6 +70,12 @@ impl GgmlType {
         self.entry().2
     }
 
+    /// Columns of a row-parallel matrix whose products are summed in f32, before these sums are added in f64. Cuts
+    /// between ranks fall on multiples of it, and so change no bit of a result.
+    pub fn sum_columns(self) -> usize {
+        self.block_elements().max(64)
+    }
+
     /// Bytes of one block.
     pub fn block_bytes(self) -> usize {
         self.entry().3
