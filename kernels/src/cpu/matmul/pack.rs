@@ -76,14 +76,10 @@ fn group_bytes_of(ggml_type: GgmlType, columns: usize) -> usize {
 fn pack_group(ggml_type: GgmlType, columns: usize, rows: &[u8], group: &mut [u8]) {
     let row_bytes = ggml_type.bytes_of(columns).unwrap_or(rows.len());
     let Some(encoding) = Encoding::of(ggml_type) else {
-        let size = ggml_type.block_bytes();
-        for (row, values) in rows.chunks_exact(row_bytes).enumerate() {
-            for (column, value) in values.chunks_exact(size).enumerate() {
-                let target = (column * GROUP + row) * size;
-                group[target..target + size].copy_from_slice(value);
-            }
-        }
-        return;
+        return match ggml_type.block_bytes() {
+            2 => interleave_rows::<2>(rows, row_bytes, group),
+            _ => interleave_rows::<4>(rows, row_bytes, group),
+        };
     };
     let bits = usize::from(encoding.bits);
     let block_bytes = quant_bytes(bits);
@@ -98,6 +94,18 @@ fn pack_group(ggml_type: GgmlType, columns: usize, rows: &[u8], group: &mut [u8]
                 planes(bits, source, put);
             }
             pack_scales(ScaleKind::of(ggml_type), row, index, blocks_each, &parts, scales);
+        }
+    }
+}
+
+/// Packs up to 16 rows of values of `SIZE` bytes, in stretches of columns that stay in the first-level cache.
+fn interleave_rows<const SIZE: usize>(rows: &[u8], row_bytes: usize, group: &mut [u8]) {
+    const STRETCH: usize = 64;
+    let columns = group.as_chunks_mut::<SIZE>().0.chunks_mut(GROUP * STRETCH);
+    for (index, stretch) in columns.enumerate() {
+        for (row, values) in rows.chunks_exact(row_bytes).enumerate() {
+            let values = values.as_chunks::<SIZE>().0.iter().skip(index * STRETCH);
+            stretch.iter_mut().skip(row).step_by(GROUP).zip(values).for_each(|(target, value)| *target = *value);
         }
     }
 }
