@@ -46,7 +46,7 @@ fn filled(num_tokens: usize, team: &Team) -> (CpuKvCache, Vec<f32>, Vec<u32>) {
         positions: &positions,
         slot_mapping: &positions,
     };
-    rope_and_store(team, &call, &table, &mut qkv, &mut cache).unwrap();
+    rope_and_store(team, Level::detect(), &call, &table, &mut qkv, &mut cache).unwrap();
     (cache, qkv, (0..num_blocks as u32).collect())
 }
 

@@ -125,7 +125,7 @@ fn store(team: &Team, shape: Shape, slots: &[u32], rows: &mut [f32], cache: &mut
         positions: slots,
         slot_mapping: slots,
     };
-    rope_and_store(team, &call, &table, rows, cache).unwrap();
+    rope_and_store(team, Level::detect(), &call, &table, rows, cache).unwrap();
 }
 
 fn random() -> StdRng {

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, missing_docs, reason = "a failure is what a test reports")]
 
 use lockstep_kernels::{
-    cpu::{Team, gather_rows::gather_rows, rms_norm::rms_norm},
+    cpu::{Level, Team, gather_rows::gather_rows, rms_norm::rms_norm},
     reference,
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
@@ -19,17 +19,22 @@ fn norm_agrees_with_the_oracle_and_rows_stand_alone() {
         let input: Vec<f32> = (0..num_tokens * width).map(|_| random.random_range(-3.0..3.0)).collect();
         let weight: Vec<f32> = (0..width).map(|_| random.random_range(-2.0..2.0)).collect();
         let expected = reference::rms_norm::rms_norm(&input, &weight, 1e-5);
-        let mut alone = vec![0.0; num_tokens * width];
-        for (input, output) in input.chunks(width).zip(alone.chunks_mut(width)) {
-            rms_norm(&teams[0], input, &weight, 1e-5, output);
-        }
-        for team in &teams {
-            let mut output = vec![f32::NAN; num_tokens * width];
-            rms_norm(team, &input, &weight, 1e-5, &mut output);
-            assert_eq!(output, alone, "width {width}");
-        }
-        for (got, want) in alone.iter().zip(expected) {
-            assert!((f64::from(*got) - want).abs() <= 1e-6 * want.abs().max(1e-3), "width {width}: {got} {want}");
+        for level in Level::supported() {
+            let mut alone = vec![0.0; num_tokens * width];
+            for (input, output) in input.chunks(width).zip(alone.chunks_mut(width)) {
+                rms_norm(&teams[0], level, input, &weight, 1e-5, output);
+            }
+            for team in &teams {
+                let mut output = vec![f32::NAN; num_tokens * width];
+                rms_norm(team, level, &input, &weight, 1e-5, &mut output);
+                assert_eq!(output, alone, "{level:?} width {width}");
+            }
+            for (got, want) in alone.iter().zip(&expected) {
+                assert!(
+                    (f64::from(*got) - want).abs() <= 1e-6 * want.abs().max(1e-3),
+                    "{level:?} width {width}: {got} {want}"
+                );
+            }
         }
     }
 }

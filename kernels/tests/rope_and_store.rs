@@ -4,7 +4,7 @@
 
 use lockstep_kernels::{
     KernelError,
-    cpu::{CpuKvCache, Team, rope_and_store::rope_and_store},
+    cpu::{CpuKvCache, Level, Team, rope_and_store::rope_and_store},
     device::KvCacheSpec,
     ops::{RopeAndStore, RopeStyle, RopeTable},
     reference,
@@ -56,7 +56,7 @@ fn rotates_and_stores_as_the_oracle_does() {
                 };
                 let mut qkv: Vec<f32> = (0..num_tokens * width).map(|_| random.random_range(-2.0..2.0)).collect();
                 let expected = reference::rope_and_store::rope(&call, &table, &qkv);
-                rope_and_store(&team, &call, &table, &mut qkv, &mut cache).unwrap();
+                rope_and_store(&team, Level::detect(), &call, &table, &mut qkv, &mut cache).unwrap();
                 for (got, want) in qkv.iter().zip(&expected) {
                     assert!((f64::from(*got) - want).abs() < 1e-6, "{head_dim} {style:?}: {got} {want}");
                 }
@@ -88,7 +88,7 @@ fn what_is_too_large_for_f16_stays_finite() {
     };
     let mut qkv = [1e30; 5 * 16];
     qkv[4 * 16..].fill(f32::NEG_INFINITY);
-    rope_and_store(&Team::new(1).unwrap(), &call, &table, &mut qkv, &mut cache).unwrap();
+    rope_and_store(&Team::new(1).unwrap(), Level::detect(), &call, &table, &mut qkv, &mut cache).unwrap();
     assert_eq!(cache.token(0, 3, 1), Some((vec![65504.0; 16], vec![-65504.0; 16])));
 }
 

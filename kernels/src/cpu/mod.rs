@@ -19,8 +19,9 @@ pub mod team;
 use std::sync::Arc;
 
 pub use kv_cache::CpuKvCache;
-pub use matmul::{CpuLinear, Level};
+pub use matmul::CpuLinear;
 pub use memory::{CpuTensor, return_freed_memory};
+pub use simd::Level;
 pub use team::{SharedSlice, Team};
 
 use self::matmul::MatmulContext;
@@ -33,6 +34,7 @@ use crate::{
 /// The CPU: a team of threads and the widest instructions that the processor has.
 pub struct CpuDevice {
     info: DeviceInfo,
+    level: Level,
     team: Arc<Team>,
     matmul: MatmulContext,
 }
@@ -49,15 +51,8 @@ impl CpuDevice {
     /// Opens the CPU at a given level of instructions, for tests and comparisons.
     ///
     /// # Errors
-    /// [`KernelError::Unsupported`] if the processor lacks them, [`KernelError::Device`] if the threads cannot be started.
+    /// [`KernelError::Device`] if the threads cannot be started.
     pub fn with_level(num_threads: usize, level: Level) -> Result<Self, KernelError> {
-        if !level.is_supported() {
-            return Err(KernelError::Unsupported {
-                operation: "open",
-                what: format!("level {}", level.name()),
-                device: info::processor_name(),
-            });
-        }
         let team = Arc::new(Team::new(num_threads)?);
         let info = DeviceInfo {
             name: format!("cpu {} ({} threads, {})", info::processor_name(), team.num_threads(), level.name()),
@@ -66,7 +61,7 @@ impl CpuDevice {
             operations_per_second: 0.0,
         };
         let matmul = MatmulContext::new(level)?;
-        let mut device = Self { info, team, matmul };
+        let mut device = Self { info, level, team, matmul };
         device.info.operations_per_second = info::measure_matmul_rate(&mut device)?;
         Ok(device)
     }
@@ -129,7 +124,7 @@ impl Device for CpuDevice {
             }
         }
         let (input, weight) = (input.rows(operation, num_tokens)?, weight.rows(operation, 1)?);
-        rms_norm::rms_norm(&self.team, input, weight, epsilon, output.rows_mut(operation, num_tokens)?);
+        rms_norm::rms_norm(&self.team, self.level, input, weight, epsilon, output.rows_mut(operation, num_tokens)?);
         Ok(())
     }
 
@@ -163,7 +158,7 @@ impl Device for CpuDevice {
         cache: &mut CpuKvCache,
     ) -> Result<(), KernelError> {
         let rows = qkv.rows_mut("rope_and_store", call.num_tokens())?;
-        rope_and_store::rope_and_store(&self.team, call, table, rows, cache)
+        rope_and_store::rope_and_store(&self.team, self.level, call, table, rows, cache)
     }
 
     fn attention(
@@ -175,7 +170,7 @@ impl Device for CpuDevice {
     ) -> Result<(), KernelError> {
         let qkv = qkv.rows("attention", call.num_tokens())?;
         let output = output.rows_mut("attention", call.num_tokens())?;
-        attention::attention(&self.team, simd::Level::detect(), call, qkv, cache, output)
+        attention::attention(&self.team, self.level, call, qkv, cache, output)
     }
 
     fn gather_rows(&mut self, rows: &[u32], input: &CpuTensor, output: &mut CpuTensor) -> Result<(), KernelError> {
@@ -193,7 +188,7 @@ impl Device for CpuDevice {
         logits: &mut CpuTensor,
     ) -> Result<Vec<Candidates>, KernelError> {
         let logits = logits.rows_mut("sample", rows.len())?;
-        sample::sample(&self.team, simd::Level::detect(), rows, first_token, logits)
+        sample::sample(&self.team, self.level, rows, first_token, logits)
     }
 
     fn with_host<T, E: From<KernelError>>(

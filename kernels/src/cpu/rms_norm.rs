@@ -13,12 +13,11 @@ const CHUNK_TOKENS: usize = 8;
 const NUM_SUMS: usize = 4;
 
 /// `output[t] = input[t] / sqrt(mean(input[t]²) + epsilon) * weight`; both tensors are `[num_tokens, weight.len()]`.
-pub fn rms_norm(team: &Team, input: &[f32], weight: &[f32], epsilon: f32, output: &mut [f32]) {
+pub fn rms_norm(team: &Team, level: Level, input: &[f32], weight: &[f32], epsilon: f32, output: &mut [f32]) {
     let width = weight.len();
     if width == 0 {
         return;
     }
-    let level = Level::detect();
     team.for_rows(output, width, CHUNK_TOKENS, &|first_row, rows| {
         for (row, output) in (first_row..).zip(rows.chunks_exact_mut(width)) {
             level.run(Row { input: &input[row * width..][..width], weight, epsilon, output });

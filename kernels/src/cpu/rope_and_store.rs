@@ -55,6 +55,7 @@ impl Angles {
 /// [`KernelError`] if the call does not pass its checks.
 pub fn rope_and_store(
     team: &Team,
+    level: Level,
     call: &RopeAndStore<'_>,
     table: &RopeTable,
     qkv: &mut [f32],
@@ -79,7 +80,6 @@ pub fn rope_and_store(
     let angles = &*angles;
     let TilesMut { shape, keys, values } = tiles;
     let (keys, values) = (SharedSlice::new(keys.as_flattened_mut()), SharedSlice::new(values.as_flattened_mut()));
-    let level = Level::detect();
     let num_angles = table.frequencies.len();
     team.for_rows(qkv, width, CHUNK_TOKENS, &|first_token, rows| {
         for (token, row) in (first_token..).zip(rows.chunks_exact_mut(width)) {

@@ -1,5 +1,5 @@
-//! Sixteen f32 lanes on every processor: AVX-512, AVX2 with FMA and F16C, or arrays that the compiler vectorizes (NEON).
-//! For: attention, the norms, sampling, the SwiGLU epilogue.
+//! The levels of instructions, and sixteen f32 lanes on every one: AVX-512, AVX2, or arrays that the compiler vectorizes.
+//! For: attention, the norms, sampling, the SwiGLU epilogue; `matmul` chooses its kernels by the level.
 //! Invariant: an operation means the same on every level, lane for lane and in the same order of sums, so that levels
 //! differ at most by the fusing of multiply and add where the portable one has no FMA instruction.
 //! Not here: integer dot products (`matmul`).
@@ -7,16 +7,21 @@
 /// Lanes of a vector.
 pub const LANES: usize = 16;
 
-/// A set of instructions that this processor has; a value of it is the proof.
+/// A set of instructions that this processor has; a value of it is the proof. Chosen once, when the device is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Level(Kind);
 
+/// What a level consists of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "constructed on x86-64 only"))]
-enum Kind {
+pub(super) enum Kind {
+    /// What the target always has: SSE2, NEON.
     Portable,
+    /// AVX2, FMA and F16C.
+    #[cfg(target_arch = "x86_64")]
     Avx2,
-    Avx512,
+    /// AVX-512 F, BW, VL and VNNI, beside AVX2, FMA and F16C.
+    #[cfg(target_arch = "x86_64")]
+    Avx512Vnni,
 }
 
 /// Work that is compiled once for each level.
@@ -34,7 +39,16 @@ impl Level {
 
     /// Every level of this processor, the best last.
     pub fn supported() -> impl DoubleEndedIterator<Item = Self> {
-        [Some(Self::PORTABLE), Self::avx2(), Self::avx512()].into_iter().flatten()
+        #[cfg(target_arch = "x86_64")]
+        let wider = {
+            use std::arch::is_x86_feature_detected as has;
+            let avx2 = (has!("avx2") && has!("fma") && has!("f16c")).then_some(Self(Kind::Avx2));
+            let has_avx512 = has!("avx512f") && has!("avx512bw") && has!("avx512vl") && has!("avx512vnni");
+            [avx2, avx2.filter(|_| has_avx512).map(|_| Self(Kind::Avx512Vnni))]
+        };
+        #[cfg(not(target_arch = "x86_64"))]
+        let wider: [Option<Self>; 0] = [];
+        std::iter::once(Self::PORTABLE).chain(wider.into_iter().flatten())
     }
 
     /// The best level of this processor.
@@ -42,37 +56,31 @@ impl Level {
         Self::supported().next_back().unwrap_or(Self::PORTABLE)
     }
 
-    #[cfg(target_arch = "x86_64")]
-    fn avx2() -> Option<Self> {
-        use std::arch::is_x86_feature_detected as has;
-        (has!("avx2") && has!("fma") && has!("f16c")).then_some(Self(Kind::Avx2))
+    pub(super) fn kind(self) -> Kind {
+        self.0
     }
 
-    #[cfg(target_arch = "x86_64")]
-    fn avx512() -> Option<Self> {
-        Self::avx2().filter(|_| std::arch::is_x86_feature_detected!("avx512f")).map(|_| Self(Kind::Avx512))
-    }
-
-    #[cfg(not(target_arch = "x86_64"))]
-    fn avx2() -> Option<Self> {
-        None
-    }
-
-    #[cfg(not(target_arch = "x86_64"))]
-    fn avx512() -> Option<Self> {
-        None
+    /// Name for reports.
+    pub fn name(self) -> &'static str {
+        match self.0 {
+            Kind::Portable => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2 => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Vnni => "avx512-vnni",
+        }
     }
 
     /// Does the work with the instructions of this level.
     pub fn run<V: Vectorized>(self, work: V) -> V::Output {
         match self.0 {
+            Kind::Portable => work.run(Portable),
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: a `Level` of this kind comes from `avx2`, which has asked the processor.
+            // SAFETY: only `supported` makes a `Level` of this kind, when the processor has the instructions.
             Kind::Avx2 => unsafe { x86::run_avx2(work) },
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: a `Level` of this kind comes from `avx512`, which has asked the processor.
-            Kind::Avx512 => unsafe { x86::run_avx512(work) },
-            _ => work.run(Portable),
+            // SAFETY: as above.
+            Kind::Avx512Vnni => unsafe { x86::run_avx512(work) },
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The x86-64 levels of [`Simd`](super::Simd): AVX-512F, and AVX2 with FMA and F16C.
+//! The x86-64 levels of [`Simd`](super::Simd): AVX-512, and AVX2 with FMA and F16C.
 //! For: [`Level::run`](super::Level::run) only, which knows what the processor has.
 //! Invariant: `Avx2` and `Avx512` exist only inside `run_avx2` and `run_avx512`.
 
@@ -14,8 +14,8 @@ pub(super) unsafe fn run_avx2<V: Vectorized>(work: V) -> V::Output {
 }
 
 /// # Safety
-/// The processor has AVX-512F, AVX2, FMA and F16C.
-#[target_feature(enable = "avx512f,avx2,fma,f16c")]
+/// The processor has AVX-512 F, BW, VL and VNNI, AVX2, FMA and F16C.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c")]
 pub(super) unsafe fn run_avx512<V: Vectorized>(work: V) -> V::Output {
     work.run(Avx512(()))
 }

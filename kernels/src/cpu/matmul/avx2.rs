@@ -13,7 +13,6 @@ impl Simd for Avx2 {
     type Bytes = __m256i;
     type Ints = __m256i;
     type Floats = __m256;
-    type Doubles = [__m256d; 2];
 
     simd_methods! {
         fn prefetch(address: *const u8) { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
@@ -62,16 +61,6 @@ impl Simd for Avx2 {
             _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(source.cast())))
         }
         fn store(target: *mut f32, value: __m256) { _mm256_storeu_ps(target, value) }
-        fn zero_doubles() -> [__m256d; 2] { [_mm256_setzero_pd(); 2] }
-        fn add_wide(sum: [__m256d; 2], value: __m256) -> [__m256d; 2] {
-            let low = _mm256_cvtps_pd(_mm256_castps256_ps128(value));
-            let high = _mm256_cvtps_pd(_mm256_extractf128_ps::<1>(value));
-            [_mm256_add_pd(sum[0], low), _mm256_add_pd(sum[1], high)]
-        }
-        fn store_doubles(target: *mut f64, value: [__m256d; 2]) {
-            _mm256_storeu_pd(target, value[0]);
-            _mm256_storeu_pd(target.add(4), value[1]);
-        }
     }
 }
 

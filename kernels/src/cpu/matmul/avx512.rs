@@ -12,7 +12,6 @@ impl Simd for Avx512 {
     type Bytes = __m512i;
     type Ints = __m512i;
     type Floats = __m512;
-    type Doubles = [__m512d; 2];
 
     simd_methods! {
         fn prefetch(address: *const u8) { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
@@ -58,15 +57,5 @@ impl Simd for Avx512 {
             _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(source.cast())))
         }
         fn store(target: *mut f32, value: __m512) { _mm512_storeu_ps(target, value) }
-        fn zero_doubles() -> [__m512d; 2] { [_mm512_setzero_pd(); 2] }
-        fn add_wide(sum: [__m512d; 2], value: __m512) -> [__m512d; 2] {
-            let low = _mm512_castps512_ps256(value);
-            let high = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(value)));
-            [_mm512_add_pd(sum[0], _mm512_cvtps_pd(low)), _mm512_add_pd(sum[1], _mm512_cvtps_pd(high))]
-        }
-        fn store_doubles(target: *mut f64, value: [__m512d; 2]) {
-            _mm512_storeu_pd(target, value[0]);
-            _mm512_storeu_pd(target.add(8), value[1]);
-        }
     }
 }

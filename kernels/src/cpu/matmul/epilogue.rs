@@ -1,4 +1,4 @@
-//! What follows the product: storing, SwiGLU.
+//! What follows the product: storing, adding up in f64, SwiGLU.
 //! For: `matmul`, on the `[T][16]` products of one row group and tile.
 
 use super::format::GROUP;
@@ -49,21 +49,98 @@ pub(super) struct Target<V> {
     pub(super) rows: usize,
 }
 
-impl<V: Copy> Target<V> {
+impl<V> Target<V> {
+    /// The outputs of a token.
+    ///
+    /// # Safety
+    /// They are valid and nobody else's while they are used.
+    #[inline(always)]
+    #[allow(clippy::mut_from_ref, reason = "the caller's promise")]
+    pub(super) unsafe fn outputs(&self, token: usize) -> &mut [V] {
+        // SAFETY: the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(token * self.width + self.column), self.rows) }
+    }
+}
+
+impl Target<f32> {
     /// Stores the products `[tokens][16]` of the tokens from `first_token`.
     ///
     /// # Safety
     /// The outputs of these tokens and columns are valid and nobody else's at this time.
     #[inline]
-    pub(super) unsafe fn write(&self, first_token: usize, products: &[[V; GROUP]]) {
-        for (token, products) in products.iter().enumerate() {
-            let at = (first_token + token) * self.width + self.column;
+    pub(super) unsafe fn write(&self, first_token: usize, products: &[[f32; GROUP]]) {
+        for (token, products) in (first_token..).zip(products) {
             // SAFETY: the caller's promise.
-            let outputs = unsafe { std::slice::from_raw_parts_mut(self.start.add(at), self.rows) };
+            let outputs = unsafe { self.outputs(token) };
             match outputs.first_chunk_mut::<GROUP>() {
                 Some(outputs) => *outputs = *products,
                 None => outputs.copy_from_slice(&products[..self.rows]),
             }
+        }
+    }
+}
+
+/// What takes a sum over columns.
+pub(super) trait Total: Copy + Send {
+    /// Takes it.
+    fn take(&mut self, sum: f64);
+}
+
+/// A value of the residual stream: it is added to, and rounded once.
+impl Total for f32 {
+    #[inline(always)]
+    fn take(&mut self, sum: f64) {
+        *self = (f64::from(*self) + sum) as f32;
+    }
+}
+
+/// A share of a sum over ranks.
+impl Total for f64 {
+    #[inline(always)]
+    fn take(&mut self, sum: f64) {
+        *self = sum;
+    }
+}
+
+/// Adds sums `[sums][T]` to totals `[T]`, in their order. Of f32 numbers f64 adds hundreds without loss unless their
+/// sizes are 2^20 apart, so that totals do not show where the columns were cut.
+pub(super) struct AddSums<'a> {
+    pub(super) sums: &'a [[f32; GROUP]],
+    pub(super) totals: &'a mut [[f64; GROUP]],
+}
+
+impl Vectorized for AddSums<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        let width = self.totals.len();
+        for (token, totals) in self.totals.iter_mut().enumerate() {
+            let mut own = *totals;
+            for sums in self.sums.iter().skip(token).step_by(width) {
+                for (total, sum) in own.iter_mut().zip(sums) {
+                    *total += f64::from(*sum);
+                }
+            }
+            *totals = own;
+        }
+    }
+}
+
+/// Hands the totals of a token to its outputs.
+pub(super) struct TakeTotals<'a, V> {
+    pub(super) totals: &'a [f64; GROUP],
+    pub(super) outputs: &'a mut [V],
+}
+
+impl<V: Total> Vectorized for TakeTotals<'_, V> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        match self.outputs.first_chunk_mut::<GROUP>() {
+            Some(outputs) => outputs.iter_mut().zip(self.totals).for_each(|(output, total)| output.take(*total)),
+            None => self.outputs.iter_mut().zip(self.totals).for_each(|(output, total)| output.take(*total)),
         }
     }
 }

@@ -1,50 +1,72 @@
 //! The product of one row group and one tile of tokens, written once for every type and level.
-//! For: `matmul`, through the tables of `level`.
+//! For: `matmul`, through the tables of `kernels`.
 //! Invariant: an output is summed over the columns in their order, whatever the tile's width: batches change no bit.
+
+use std::ops::Range;
 
 use super::{
     activations::{MINUS_HALF_SUM, MINUS_SUM, SCALE, SCALED_HALF_SUM, SCALED_SUM, TOKEN_BYTES},
     format::{BLOCK, Format, GROUP, group_bytes, quant_bytes},
     simd::Simd,
-    sum::Sum,
 };
 
-/// `(group, columns, tile, output)`: writes `[T][16]` products of a packed row group and a tile of `T` tokens.
-pub(super) type Product<V> = unsafe fn(*const u8, usize, *const u8, *mut V);
+/// The columns that a product takes, and how it sums them.
+#[derive(Clone)]
+pub(super) struct Span {
+    /// Columns of the group and the tile.
+    pub(super) columns: usize,
+    /// Those of them to take; they start at a block.
+    pub(super) range: Range<usize>,
+    /// Columns of one sum, a multiple of the block.
+    pub(super) sum_columns: usize,
+    /// Whether to ask for the next group meanwhile.
+    pub(super) prefetches: bool,
+}
+
+/// `(group, span, tile, output)`: writes the products of a packed row group and a tile of `T` tokens, `[T][16]` for each
+/// sum of the span.
+pub(super) type Product = unsafe fn(*const u8, &Span, *const u8, *mut f32);
 
 /// Product of quantized weights and a quantized tile.
 ///
 /// # Safety
 /// The level's instructions are there; `group` is a packed group of the format, `tile` a quantized tile of `T` tokens,
-/// both of `columns` columns; `output` has room for `T * 16` values.
+/// both of the span's columns; `output` has room for `T * 16` values for each sum.
 #[inline(always)]
-pub(super) unsafe fn quantized<S: Simd, A: Sum<S>, F: Format, const T: usize>(
+pub(super) unsafe fn quantized<S: Simd, F: Format, const T: usize>(
     group: *const u8,
-    columns: usize,
+    span: &Span,
     tile: *const u8,
-    output: *mut A::Value,
+    output: *mut f32,
 ) {
-    let num_blocks = columns / BLOCK;
+    let blocks = span.range.start / BLOCK..span.range.end / BLOCK;
+    let blocks_each = span.sum_columns / BLOCK;
     let mut lane = 0;
     while lane < GROUP {
-        // SAFETY: blocks below `num_blocks` are inside the group and the tile; outputs below `T * 16`.
-        unsafe {
-            let scales = group.add(num_blocks * quant_bytes(F::BITS));
-            let mut sums = [A::zero(); T];
-            for block in 0..num_blocks {
-                if lane == 0 {
-                    prefetch_next_group::<S, F>(group, columns, block);
+        let mut output = output;
+        let mut block = blocks.start;
+        while block < blocks.end {
+            let end = blocks.end.min(block + blocks_each);
+            // SAFETY: blocks of the span are inside the group and the tile; outputs below `T * 16` for each sum.
+            unsafe {
+                let scales = group.add(span.columns / BLOCK * quant_bytes(F::BITS));
+                let mut sums = [S::zero(); T];
+                while block < end {
+                    if lane == 0 && span.prefetches {
+                        prefetch_next_group::<S, F>(group, span.columns, block);
+                    }
+                    let weights = F::unpack::<S>(group.add(block * quant_bytes(F::BITS) + 4 * lane));
+                    let scales = F::scales::<S>(scales, block, lane);
+                    let activations = tile.add(block * TOKEN_BYTES * T);
+                    for (token, sum) in sums.iter_mut().enumerate() {
+                        *sum = add_block::<S, F, T>(*sum, &weights, &scales, activations, token);
+                    }
+                    block += 1;
                 }
-                let weights = F::unpack::<S>(group.add(block * quant_bytes(F::BITS) + 4 * lane));
-                let scales = F::scales::<S>(scales, block, lane);
-                let activations = tile.add(block * TOKEN_BYTES * T);
-                for (token, sum) in sums.iter_mut().enumerate() {
-                    let block = sum.begin_block();
-                    *sum = sum.end_block(add_block::<S, F, T>(block, &weights, &scales, activations, token));
+                for (token, sum) in sums.iter().enumerate() {
+                    S::store(output.add(token * GROUP + lane), *sum);
                 }
-            }
-            for (token, sum) in sums.iter().enumerate() {
-                sum.store(output.add(token * GROUP + lane));
+                output = output.add(T * GROUP);
             }
         }
         lane += S::LANES;
@@ -165,47 +187,68 @@ plain! {
     BF16: 2 bytes, load_bf16;
 }
 
-/// Product of unquantized weights and an interleaved tile: in each block of columns two chains, of the even ones and of the odd ones.
+/// Product of unquantized weights and an interleaved tile: in each sum two chains, of the even columns and of the odd ones.
 ///
 /// # Safety
 /// As [`quantized`], for a group of the plain type and a tile `[columns][T]` of f32.
 #[inline(always)]
-pub(super) unsafe fn plain<S: Simd, A: Sum<S>, P: Plain, const T: usize>(
+pub(super) unsafe fn plain<S: Simd, P: Plain, const T: usize>(
     group: *const u8,
-    columns: usize,
+    span: &Span,
     tile: *const u8,
-    output: *mut A::Value,
+    output: *mut f32,
 ) {
     let tile = tile.cast::<f32>();
+    let group_bytes = span.columns * GROUP * P::BYTES;
     let mut lane = 0;
     while lane < GROUP {
-        // SAFETY: columns below `columns` are inside the group and the tile; outputs below `T * 16`.
-        unsafe {
-            let mut sums = [A::zero(); T];
-            let rows = group.add(P::BYTES * lane);
-            for first in (0..columns).step_by(BLOCK) {
-                let mut parts = [[S::zero(); T]; 2];
-                for (part, sum) in parts[0].iter_mut().zip(&sums) {
-                    *part = sum.begin_block();
-                }
-                for pair in (first..columns.min(first + BLOCK)).step_by(2) {
-                    for (odd, parts) in parts.iter_mut().enumerate().take(columns - pair) {
-                        let column = pair + odd;
-                        let weights = P::load::<S>(rows.add(column * GROUP * P::BYTES));
-                        for (token, part) in parts.iter_mut().enumerate() {
-                            *part = S::mul_add(weights, S::splat(tile.add(column * T + token)), *part);
-                        }
+        let rows = group.wrapping_add(P::BYTES * lane);
+        let mut output = output;
+        let mut column = span.range.start;
+        while column < span.range.end {
+            let end = span.range.end.min(column + span.sum_columns);
+            // SAFETY: columns of the span are inside the group and the tile; outputs below `T * 16` for each sum.
+            unsafe {
+                let (mut even, mut odd) = ([S::zero(); T], [S::zero(); T]);
+                while column + 1 < end {
+                    let pair = rows.add(column * GROUP * P::BYTES);
+                    if lane == 0 && span.prefetches {
+                        (0..2 * P::BYTES / 4).for_each(|line| S::prefetch(pair.wrapping_add(group_bytes + 64 * line)));
                     }
+                    add_column::<S, P, T>(&mut even, pair, tile.add(column * T));
+                    add_column::<S, P, T>(&mut odd, pair.add(GROUP * P::BYTES), tile.add((column + 1) * T));
+                    column += 2;
                 }
-                for (sum, (even, odd)) in sums.iter_mut().zip(parts[0].iter().zip(&parts[1])) {
-                    *sum = sum.end_block(S::add(*even, *odd));
+                if column < end {
+                    add_column::<S, P, T>(&mut even, rows.add(column * GROUP * P::BYTES), tile.add(column * T));
+                    column += 1;
                 }
-            }
-            for (token, sum) in sums.iter().enumerate() {
-                sum.store(output.add(token * GROUP + lane));
+                for (token, (even, odd)) in even.iter().zip(&odd).enumerate() {
+                    S::store(output.add(token * GROUP + lane), S::add(*even, *odd));
+                }
+                output = output.add(T * GROUP);
             }
         }
         lane += S::LANES;
+    }
+}
+
+/// Adds the products of one column.
+///
+/// # Safety
+/// As [`plain`], for the weights of the column and the values of its `T` tokens.
+#[inline(always)]
+unsafe fn add_column<S: Simd, P: Plain, const T: usize>(
+    sums: &mut [S::Floats; T],
+    weights: *const u8,
+    values: *const f32,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let weights = P::load::<S>(weights);
+        for (token, sum) in sums.iter_mut().enumerate() {
+            *sum = S::mul_add(weights, S::splat(values.add(token)), *sum);
+        }
     }
 }
 

@@ -4,40 +4,35 @@
 //! number of threads. Weights stay quantized in memory and are unpacked in registers, once for up to 8 tokens.
 //!
 //! - `format`, `pack`: the layout, 16 rows interleaved. `activations`: tiles of tokens, quantized to 8 bits.
-//! - `kernel`: the product, generic over `simd` levels (`avx512`, `avx2`, `portable`) and over `sum`, how its terms
-//!   are added; `level`: their tables.
-//! - `epilogue`: what happens to the product.
+//! - `kernel`: the product, generic over `simd` levels (`avx512`, `avx2`, `portable`); `kernels`: their tables.
+//! - `call`: one product over all rows and tokens; `epilogue`: what happens to it.
 
 mod activations;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod call;
 mod epilogue;
 mod format;
 mod kernel;
-mod level;
+mod kernels;
 mod pack;
+mod pairs;
 mod portable;
 mod simd;
-mod sum;
-
-use std::ops::Range;
-
-use lockstep_formats::GgmlType;
-
-pub use level::Level;
 
 use self::{
     activations::TOKEN_BYTES,
-    epilogue::{SwiGlu, Target},
+    call::{Call, Tiles},
+    epilogue::{SwiGlu, Total},
     format::{BLOCK, GROUP},
-    kernel::Product,
-    level::{Kernels, ProductOf},
+    kernels::Kernels,
     pack::PackedMatrix,
 };
 use super::{
-    memory::{AlignedBuffer, CpuTensor, Element},
+    memory::{AlignedBuffer, CpuTensor},
+    simd::Level,
     team::{SharedSlice, Team},
 };
 use crate::{
@@ -46,13 +41,6 @@ use crate::{
     ops::{Epilogue, HostMatrix},
     quant::Encoding,
 };
-
-/// Bytes of activations that a block of tokens may take, so that they stay in the second-level cache.
-const TOKEN_BLOCK_BYTES: usize = 384 << 10;
-/// Pieces of work for each thread, so that a thread that was interrupted does not hold up the others for long.
-const PIECES_PER_THREAD: usize = 4;
-/// Tokens of the widest tile of any level.
-const MAX_TILE: usize = 8;
 
 /// A linear layer: matrices of equal width whose outputs are stacked.
 pub struct CpuLinear {
@@ -118,6 +106,7 @@ fn shape(what: &'static str, got: usize, expected: usize) -> KernelError {
 
 /// What the operations of this file share: the level's kernels and reusable buffers.
 pub(super) struct MatmulContext {
+    level: Level,
     kernels: &'static Kernels,
     quantized: AlignedBuffer,
     interleaved: AlignedBuffer,
@@ -128,6 +117,7 @@ pub(super) struct MatmulContext {
 impl MatmulContext {
     pub(super) fn new(level: Level) -> Result<Self, KernelError> {
         Ok(Self {
+            level,
             kernels: Kernels::of(level),
             quantized: AlignedBuffer::zeroed(0)?,
             interleaved: AlignedBuffer::zeroed(0)?,
@@ -157,7 +147,7 @@ impl MatmulContext {
         let call = Call::new(self, weight, num_tokens);
         match epilogue {
             _ if output.is_empty() => {}
-            Epilogue::Store => call.run(team, output, self.kernels.product),
+            Epilogue::Store => call.store(team, output),
             Epilogue::SwiGlu if call.num_paired_groups().is_some() => call.run_paired(team, output, width),
             Epilogue::SwiGlu => return self.swiglu_stacked(team, weight, num_tokens, output),
         }
@@ -165,7 +155,7 @@ impl MatmulContext {
     }
 
     /// See [`Device::matmul_add`](crate::Device::matmul_add). Each value of the stream is rounded once, after the sum over
-    /// all columns of all ranks, which is taken in f64 of products of blocks of 32 columns.
+    /// all columns of all ranks, which is taken in f64 over f32 sums of [`GgmlType::sum_columns`](lockstep_formats::GgmlType).
     pub(super) fn matmul_add<E: From<KernelError>>(
         &mut self,
         team: &Team,
@@ -176,19 +166,20 @@ impl MatmulContext {
         all_reduce: Option<AllReduce<'_, E>>,
     ) -> Result<(), E> {
         let hidden = self.prepare(team, num_tokens, weight, input, hidden, weight.rows)?;
+        if hidden.is_empty() {
+            return Ok(());
+        }
+        let Some(all_reduce) = all_reduce else {
+            Call::new(self, weight, num_tokens).add_up(team, hidden);
+            return Ok(());
+        };
         let mut buffer = std::mem::replace(&mut self.sums, AlignedBuffer::zeroed(0)?);
         grow(&mut buffer, size_of_val(hidden) * (size_of::<f64>() / size_of::<f32>()))?;
         let sums = &mut buffer.values_mut::<f64>()[..hidden.len()];
-        if !sums.is_empty() {
-            Call::new(self, weight, num_tokens).run(team, sums, self.kernels.partial_product);
-        }
-        if let Some(all_reduce) = all_reduce {
-            all_reduce(sums)?;
-        }
+        Call::new(self, weight, num_tokens).add_up(team, sums);
+        all_reduce(sums)?;
         team.for_rows(hidden, weight.rows, 1, &|row, hidden| {
-            for (value, sum) in hidden.iter_mut().zip(&sums[row * weight.rows..]) {
-                *value = (f64::from(*value) + sum) as f32;
-            }
+            hidden.iter_mut().zip(&sums[row * weight.rows..]).for_each(|(value, sum)| value.take(*sum));
         });
         self.sums = buffer;
         Ok(())
@@ -240,7 +231,7 @@ impl MatmulContext {
                     let start = tiles.start(tile) * token_bytes;
                     // SAFETY: tiles do not overlap.
                     let target = unsafe { shared.range_mut(start..start + tiles.width(tile) * token_bytes) };
-                    // SAFETY: the table is that of a supported level.
+                    // SAFETY: the level proves the instructions.
                     unsafe { (kernels.quantize_tile)(rows_of(tile), columns, tiles.width(tile), target) };
                 }
             });
@@ -253,7 +244,7 @@ impl MatmulContext {
                     let start = tiles.start(tile) * columns;
                     // SAFETY: tiles do not overlap.
                     let target = unsafe { shared.range_mut(start..start + tiles.width(tile) * columns) };
-                    // SAFETY: the table is that of a supported level.
+                    // SAFETY: the level proves the instructions.
                     unsafe { (kernels.interleave_tile)(rows_of(tile), columns, tiles.width(tile), target) };
                 }
             });
@@ -272,17 +263,13 @@ impl MatmulContext {
         let width = weight.rows / 2;
         let mut stacked = std::mem::replace(&mut self.stacked, AlignedBuffer::zeroed(0)?);
         grow(&mut stacked, num_tokens * weight.rows * 4)?;
-        Call::new(self, weight, num_tokens).run(
-            team,
-            &mut stacked.values_mut()[..num_tokens * weight.rows],
-            self.kernels.product,
-        );
+        Call::new(self, weight, num_tokens).store(team, &mut stacked.values_mut()[..num_tokens * weight.rows]);
         let products = stacked.values::<f32>();
-        let simd_level = super::simd::Level::detect();
+        let level = self.level;
         team.for_rows(output, width, 1, &|token, outputs| {
             let (gate, up) = products[token * weight.rows..][..weight.rows].split_at(width);
             outputs.copy_from_slice(gate);
-            simd_level.run(SwiGlu { gate: outputs, up });
+            level.run(SwiGlu { gate: outputs, up });
         });
         self.stacked = stacked;
         Ok(())
@@ -314,7 +301,7 @@ impl MatmulContext {
                 Some(part) => {
                     let row = row - part.first_row;
                     let group = part.group(row / GROUP).as_ptr();
-                    // SAFETY: the table is that of a supported level; the group is of this type and width.
+                    // SAFETY: the level proves the instructions; the group is of this type and width.
                     unsafe { (self.kernels.read_row)(part.ggml_type, group, row % GROUP, values) };
                 }
             }
@@ -328,164 +315,4 @@ fn grow(buffer: &mut AlignedBuffer, num_bytes: usize) -> Result<(), KernelError>
         *buffer = AlignedBuffer::zeroed(num_bytes)?;
     }
     Ok(())
-}
-
-/// Tokens cut into tiles: as many of the widest as fit, then one of the next power of two.
-#[derive(Clone, Copy)]
-struct Tiles {
-    num_tokens: usize,
-    max_tile: usize,
-}
-
-impl Tiles {
-    fn new(num_tokens: usize, max_tile: usize) -> Self {
-        Self { num_tokens, max_tile }
-    }
-
-    fn len(self) -> usize {
-        self.num_tokens.div_ceil(self.max_tile)
-    }
-
-    fn start(self, tile: usize) -> usize {
-        tile * self.max_tile
-    }
-
-    fn tokens(self, tile: usize) -> Range<usize> {
-        self.start(tile)..self.num_tokens.min(self.start(tile + 1))
-    }
-
-    fn width(self, tile: usize) -> usize {
-        self.tokens(tile).len().next_power_of_two()
-    }
-
-    fn padded_tokens(self) -> usize {
-        self.num_tokens.next_multiple_of(self.max_tile)
-    }
-}
-
-/// One matmul whose activations are prepared.
-struct Call<'a> {
-    kernels: &'static Kernels,
-    weight: &'a CpuLinear,
-    tiles: Tiles,
-    quantized: &'a [u8],
-    interleaved: &'a [f32],
-}
-
-impl<'a> Call<'a> {
-    fn new(context: &'a MatmulContext, weight: &'a CpuLinear, num_tokens: usize) -> Self {
-        Self {
-            kernels: context.kernels,
-            weight,
-            tiles: Tiles::new(num_tokens, context.kernels.max_tile),
-            quantized: context.quantized.bytes(),
-            interleaved: context.interleaved.values(),
-        }
-    }
-
-    /// Runs `work(group, tiles)` over `num_groups` row groups and all tiles: tiles in blocks that fit a cache, groups
-    /// in chunks for the threads.
-    fn for_groups(&self, team: &Team, num_groups: usize, work: &(dyn Fn(usize, Range<usize>) + Sync)) {
-        let tile_bytes = self.weight.columns * self.kernels.max_tile * 2;
-        let tiles_each = (TOKEN_BLOCK_BYTES / tile_bytes.max(1)).max(1);
-        let num_blocks = self.tiles.len().div_ceil(tiles_each);
-        let groups_each = match team.num_threads() {
-            1 => num_groups,
-            num_threads => num_groups.div_ceil(num_threads * PIECES_PER_THREAD),
-        };
-        let num_chunks = num_groups.div_ceil(groups_each.max(1));
-        team.for_chunks(num_blocks * num_chunks, 1, &|pieces| {
-            for piece in pieces {
-                let (block, chunk) = (piece / num_chunks, piece % num_chunks);
-                let tiles = block * tiles_each..self.tiles.len().min((block + 1) * tiles_each);
-                for group in chunk * groups_each..num_groups.min((chunk + 1) * groups_each) {
-                    work(group, tiles.clone());
-                }
-            }
-        });
-    }
-
-    /// The whole product.
-    fn run<V: Element + Default>(&self, team: &Team, output: &mut [V], product_of: ProductOf<V>) {
-        let shared = SharedSlice::new(output);
-        let num_groups = self.weight.parts.iter().map(PackedMatrix::num_groups).sum();
-        self.for_groups(team, num_groups, &|group, tiles| {
-            let Some((part, group)) = self.weight.group(group) else { return };
-            let target = Target {
-                start: shared.as_mut_ptr(),
-                width: self.weight.rows,
-                column: part.first_row + group * GROUP,
-                rows: GROUP.min(part.rows - group * GROUP),
-            };
-            let products = self.products(product_of, part.ggml_type);
-            let mut values = [[V::default(); GROUP]; MAX_TILE];
-            for tile in tiles {
-                self.product(&products, part, group, tile, &mut values);
-                let tokens = self.tiles.tokens(tile);
-                // SAFETY: tokens and columns are inside the output; no other piece of work has this group and tile.
-                unsafe { target.write(tokens.start, &values[..tokens.len()]) };
-            }
-        });
-    }
-
-    /// Row groups of gate and up that lie side by side: `(of the gate, from gate to up)`, if the halves begin at groups.
-    fn num_paired_groups(&self) -> Option<usize> {
-        let half = self.weight.rows / 2;
-        match self.weight.parts.as_slice() {
-            [whole] if whole.rows == self.weight.rows && half.is_multiple_of(GROUP) => Some(half / GROUP),
-            [gate, up] if gate.rows == up.rows => Some(gate.num_groups()),
-            _ => None,
-        }
-    }
-
-    /// SwiGLU: the groups of gate and up together.
-    fn run_paired(&self, team: &Team, output: &mut [f32], width: usize) {
-        let Some(num_groups) = self.num_paired_groups() else { return };
-        let simd_level = super::simd::Level::detect();
-        let shared = SharedSlice::new(output);
-        self.for_groups(team, num_groups, &|group, tiles| {
-            let (Some(gate), Some(up)) = (self.weight.group(group), self.weight.group(group + num_groups)) else {
-                return;
-            };
-            let rows = GROUP.min(width - group * GROUP);
-            let target = Target { start: shared.as_mut_ptr(), width, column: group * GROUP, rows };
-            let (gate_products, up_products) =
-                [gate, up].map(|(part, _)| self.products(self.kernels.product, part.ggml_type)).into();
-            let mut values = [[[0.0_f32; GROUP]; MAX_TILE]; 2];
-            for tile in tiles {
-                let [gates, ups] = &mut values;
-                self.product(&gate_products, gate.0, gate.1, tile, gates);
-                self.product(&up_products, up.0, up.1, tile, ups);
-                let tokens = self.tiles.tokens(tile);
-                let (gates, ups) = (&mut gates[..tokens.len()], &ups[..tokens.len()]);
-                simd_level.run(SwiGlu { gate: gates.as_flattened_mut(), up: ups.as_flattened() });
-                // SAFETY: tokens and columns are inside the output; no other piece of work has this group and tile.
-                unsafe { target.write(tokens.start, gates) };
-            }
-        });
-    }
-
-    /// The products for the widest tile and for the last one.
-    fn products<V>(&self, product_of: ProductOf<V>, ggml_type: GgmlType) -> [Product<V>; 2] {
-        [self.kernels.max_tile, self.tiles.width(self.tiles.len() - 1)].map(|width| product_of(ggml_type, width))
-    }
-
-    fn product<V>(
-        &self,
-        products: &[Product<V>; 2],
-        part: &PackedMatrix,
-        group: usize,
-        tile: usize,
-        values: &mut [[V; GROUP]; MAX_TILE],
-    ) {
-        let product = products[usize::from(tile + 1 == self.tiles.len())];
-        let columns = part.columns;
-        let activations = match Encoding::of(part.ggml_type) {
-            Some(_) => self.quantized[self.tiles.start(tile) * (columns / BLOCK * TOKEN_BYTES)..].as_ptr(),
-            None => self.interleaved[self.tiles.start(tile) * columns..].as_ptr().cast(),
-        };
-        // SAFETY: the table is that of a supported level; the group is packed for this type and width, the tile was
-        // prepared in its form and has the width of the product; `values` holds the widest tile.
-        unsafe { product(part.group(group).as_ptr(), columns, activations, values.as_mut_ptr().cast()) };
-    }
 }

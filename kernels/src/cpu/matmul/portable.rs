@@ -1,30 +1,44 @@
-//! Level portable: plain loops over arrays, in a form that compilers turn into the vectors of any processor (NEON).
+//! Level portable: arrays of 128 bits, which compilers turn into the vectors that x86-64 (SSE2) and aarch64 (NEON)
+//! always have. What they do not find by themselves, the integer product, is written for each (`pairs`).
 
-use half::f16;
+use std::mem::transmute;
 
-use super::simd::{Simd, simd_methods};
+use super::{
+    pairs::{self, Pairs},
+    simd::{Simd, simd_methods},
+};
 
 /// Rows in a vector.
-const LANES: usize = 8;
+const LANES: usize = 4;
 
 #[derive(Clone, Copy)]
 pub(super) struct Portable;
 
 #[inline(always)]
-fn lanes<T: Copy + Default>(value: impl Fn(usize) -> T) -> [T; LANES] {
-    let mut vector = [T::default(); LANES];
+fn lanes<T: Copy + Default, const N: usize>(value: impl Fn(usize) -> T) -> [T; N] {
+    let mut vector = [T::default(); N];
     for (lane, element) in vector.iter_mut().enumerate() {
         *element = value(lane);
     }
     vector
 }
 
+#[inline(always)]
+fn widen_half(half: u16) -> f32 {
+    /// Exponent bias of f32 less that of f16, as a factor.
+    const REBIAS: f32 = f32::from_bits((127 + 112) << 23);
+    let half = u32::from(half);
+    // The product also turns subnormal halves into normal numbers.
+    let finite = (f32::from_bits((half & 0x7fff) << 13) * REBIAS).to_bits();
+    let infinite = if half & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
+    f32::from_bits(finite | infinite | (half & 0x8000) << 16)
+}
+
 impl Simd for Portable {
     const LANES: usize = LANES;
     type Bytes = [u8; 4 * LANES];
-    type Ints = [i32; LANES];
+    type Ints = [Pairs; 2];
     type Floats = [f32; LANES];
-    type Doubles = [f64; LANES];
 
     simd_methods! {
         fn prefetch(_address: *const u8) {}
@@ -33,37 +47,28 @@ impl Simd for Portable {
             target.cast::<[u8; 4 * LANES]>().write_unaligned(value);
         }
         fn field(value: [u8; 4 * LANES], shift: i32, mask: u8) -> [u8; 4 * LANES] {
-            let mut fields = value;
-            for byte in &mut fields {
-                *byte = if shift >= 0 { *byte >> shift } else { *byte << -shift } & mask;
-            }
-            fields
+            lanes(|byte| if shift >= 0 { value[byte] >> shift } else { value[byte] << -shift } & mask)
         }
         fn or(left: [u8; 4 * LANES], right: [u8; 4 * LANES]) -> [u8; 4 * LANES] {
-            let mut both = left;
-            for (byte, other) in both.iter_mut().zip(right) {
-                *byte |= other;
-            }
-            both
+            lanes(|byte| left[byte] | right[byte])
         }
-        fn dot<const BITS: usize>(sum: [i32; LANES], weights: &[[u8; 4 * LANES]; 4], activations: *const i8)
-        -> [i32; LANES] {
-            let activations = activations.cast::<[i8; 16]>().read_unaligned();
-            let mut sum = sum;
-            for (weight, four) in weights.iter().zip(activations.as_chunks::<4>().0) {
-                for (row, total) in weight.as_chunks::<4>().0.iter().zip(&mut sum) {
-                    *total += i32::from(row[0]) * i32::from(four[0])
-                        + i32::from(row[1]) * i32::from(four[1])
-                        + i32::from(row[2]) * i32::from(four[2])
-                        + i32::from(row[3]) * i32::from(four[3]);
-                }
-            }
-            sum
+        fn dot<const BITS: usize>(sum: [Pairs; 2], weights: &[[u8; 4 * LANES]; 4], activations: *const i8)
+        -> [Pairs; 2] {
+            pairs::add_dot::<BITS>(sum, weights, activations)
         }
-        fn splat_int(source: *const i32) -> [i32; LANES] { [source.read_unaligned(); LANES] }
-        fn zero_ints() -> [i32; LANES] { [0; LANES] }
-        fn shift_left(value: [i32; LANES], shift: u32) -> [i32; LANES] { lanes(|lane| value[lane] << shift) }
-        fn to_floats(value: [i32; LANES]) -> [f32; LANES] { lanes(|lane| value[lane] as f32) }
+        fn splat_int(source: *const i32) -> [Pairs; 2] {
+            let value = source.read_unaligned();
+            transmute::<[i32; 2 * LANES], _>(lanes(|pair| if pair % 2 == 0 { value } else { 0 }))
+        }
+        fn zero_ints() -> [Pairs; 2] { transmute([0_i32; 2 * LANES]) }
+        fn shift_left(value: [Pairs; 2], shift: u32) -> [Pairs; 2] {
+            let value: [i32; 2 * LANES] = transmute(value);
+            transmute::<[i32; 2 * LANES], _>(lanes(|pair| value[pair] << shift))
+        }
+        fn to_floats(value: [Pairs; 2]) -> [f32; LANES] {
+            let sums = pairs::fold(value);
+            lanes(|lane| sums[lane] as f32)
+        }
         fn splat(source: *const f32) -> [f32; LANES] { [source.read_unaligned(); LANES] }
         fn zero() -> [f32; LANES] { [0.0; LANES] }
         fn add(left: [f32; LANES], right: [f32; LANES]) -> [f32; LANES] { lanes(|lane| left[lane] + right[lane]) }
@@ -74,7 +79,7 @@ impl Simd for Portable {
         fn load_f32(source: *const u8) -> [f32; LANES] { source.cast::<[f32; LANES]>().read_unaligned() }
         fn load_f16(source: *const u8) -> [f32; LANES] {
             let bits = source.cast::<[u16; LANES]>().read_unaligned();
-            lanes(|lane| f16::from_bits(bits[lane]).to_f32_const())
+            lanes(|lane| widen_half(bits[lane]))
         }
         fn load_bf16(source: *const u8) -> [f32; LANES] {
             let bits = source.cast::<[u16; LANES]>().read_unaligned();
@@ -89,12 +94,5 @@ impl Simd for Portable {
             lanes(|lane| f32::from(bytes[lane]))
         }
         fn store(target: *mut f32, value: [f32; LANES]) { target.cast::<[f32; LANES]>().write_unaligned(value) }
-        fn zero_doubles() -> [f64; LANES] { [0.0; LANES] }
-        fn add_wide(sum: [f64; LANES], value: [f32; LANES]) -> [f64; LANES] {
-            lanes(|lane| sum[lane] + f64::from(value[lane]))
-        }
-        fn store_doubles(target: *mut f64, value: [f64; LANES]) {
-            target.cast::<[f64; LANES]>().write_unaligned(value);
-        }
     }
 }

@@ -1,7 +1,6 @@
 //! The vector operations that the matmul kernels are written in, one implementation for each level of the processor.
 //! For: `kernel`, which is generic over it and written once.
-//! Invariant: a level is used only after `Kernels::detect` (or a test) has found its instructions on this processor;
-//! integer results are exact and equal at every level.
+//! Invariant: a level is used only where a [`Level`](crate::cpu::simd::Level) proves its instructions; integer results are exact and equal at every level.
 //! Not here: the levels themselves (`avx512`, `avx2`, `portable`).
 
 /// Vectors of `LANES` rows of a row group: 4 bytes, one i32 or one f32 of each row.
@@ -18,8 +17,6 @@ pub(super) trait Simd: Copy + 'static {
     type Ints: Copy;
     /// One f32 of each row.
     type Floats: Copy;
-    /// One f64 of each row.
-    type Doubles: Copy;
 
     /// Asks for a cache line ahead of its use; any address will do.
     unsafe fn prefetch(address: *const u8);
@@ -66,13 +63,6 @@ pub(super) trait Simd: Copy + 'static {
     unsafe fn load_i8(source: *const u8) -> Self::Floats;
     /// Stores f32.
     unsafe fn store(target: *mut f32, value: Self::Floats);
-
-    /// Zeros.
-    unsafe fn zero_doubles() -> Self::Doubles;
-    /// `sum + value`, in f64.
-    unsafe fn add_wide(sum: Self::Doubles, value: Self::Floats) -> Self::Doubles;
-    /// Stores f64.
-    unsafe fn store_doubles(target: *mut f64, value: Self::Doubles);
 }
 
 /// Methods of a [`Simd`] level: inlined into the kernel, which has the level's instructions enabled.
