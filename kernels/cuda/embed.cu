@@ -29,17 +29,15 @@ extern "C" __global__ void __launch_bounds__(256)
     if (tile >= layer.num_tiles || (row == part.rows && !is_first)) return;
     float* target = output + (size_t)blockIdx.y * columns;
     const unsigned owner = row % GROUP_ROWS * 4 + lane % 4;
-    LaneTile<F> loaded = {};
-    if (row < part.rows) {
-        const uint8_t* group = group_tiles(part, row / GROUP_ROWS, layer.num_tiles, F::TILE_BYTES);
-        loaded = load_tile<F, FromGlobal>(group + tile * F::TILE_BYTES, owner);
-    }
-    for (unsigned block = 0; block < 2; ++block) {
-        const uint32_t first = tile * TILE_COLUMNS + (4 * block + lane % 4) * WARP;
+    const uint8_t* group = group_tiles(part, row / GROUP_ROWS, layer.num_tiles, F::TILE_BYTES);
+    for (unsigned index = 0; index < 2; ++index) {
+        const uint32_t first = tile * TILE_COLUMNS + (4 * index + lane % 4) * WARP;
         if (first >= columns) continue;
-        const BlockScales scales = unpack_scales(loaded, block, owner);
+        LaneBlock<F> block = {};
+        if (row < part.rows) block = load_block<F, FromGlobal>(group + tile * F::TILE_BYTES, index, owner);
+        const BlockScales scales = unpack_scales(block, index, owner);
         for (unsigned j = 0; j < 8; ++j) {
-            const uint32_t word = unpack_word(loaded, block, j);
+            const uint32_t word = unpack_word(block, j);
             for (unsigned byte = 0; byte < 4; ++byte) {
                 const int quant = F::BITS == 8 ? (int8_t)(word >> 8 * byte) : (int)(word >> 8 * byte & 255) - F::OFFSET;
                 const float scale = __fmul_rn(scales.d, (float)scales.scale[j / 4]);

@@ -22,7 +22,7 @@ struct Block {
     ActivationTile::Block scale;
 };
 
-__device__ __forceinline__ Block load_block(const ActivationTile& tile, unsigned index) {
+__device__ __forceinline__ Block load_activations(const ActivationTile& tile, unsigned index) {
     Block block;
     for (unsigned half = 0; half < 2; ++half) {
         const int4 words = *(const int4*)tile.quants[half][index];
@@ -92,13 +92,15 @@ struct Multiply {
         for (uint32_t tile = split; tile < num_tiles; tile += SPLITS) {
             Block first[2];
 #pragma unroll
-            for (unsigned block = 0; block < 2; ++block) first[block] = load_block(input[tile], 4 * block + lane % 4);
+            for (unsigned block = 0; block < 2; ++block) first[block] = load_activations(input[tile], 4 * block + lane % 4);
             wait_copies<STAGES - 1>();
             __syncwarp();
-            LaneTile<F> loaded[GROUPS];
+            LaneBlock<F> loaded[2][GROUPS];
 #pragma unroll
             for (unsigned group = 0; group < GROUPS; ++group) {
-                loaded[group] = load_tile<F, FromShared>(ring + (stage * GROUPS + group) * F::TILE_BYTES, lane);
+                const uint8_t* from = ring + (stage * GROUPS + group) * F::TILE_BYTES;
+                loaded[0][group] = load_block<F, FromShared>(from, 0, lane);
+                loaded[1][group] = load_block<F, FromShared>(from, 1, lane);
             }
             __syncwarp();
             fetch(tile + STAGES * SPLITS, stage);
@@ -107,7 +109,7 @@ struct Multiply {
         }
     }
 
-    static __device__ __forceinline__ void multiply_tile(const LaneTile<F> (&loaded)[GROUPS], const Block (&first)[2],
+    static __device__ __forceinline__ void multiply_tile(const LaneBlock<F> (&loaded)[2][GROUPS], const Block (&first)[2],
                                                          const ActivationTile* input, uint32_t num_tiles,
                                                          uint32_t num_tokens, unsigned lane,
                                                          float (&sums)[GROUPS][TOKENS]) {
@@ -117,15 +119,15 @@ struct Multiply {
             BlockScales scales[GROUPS];
 #pragma unroll
             for (unsigned group = 0; group < GROUPS; ++group) {
-                scales[group] = unpack_scales(loaded[group], block, lane);
+                scales[group] = unpack_scales(loaded[block][group], block, lane);
 #pragma unroll
-                for (unsigned j = 0; j < 8; ++j) words[group][j] = unpack_word(loaded[group], block, j);
+                for (unsigned j = 0; j < 8; ++j) words[group][j] = unpack_word(loaded[block][group], j);
             }
 #pragma unroll
             for (unsigned token = 0; token < TOKENS; ++token) {
                 if (token >= num_tokens) break;
                 const Block activations =
-                    token == 0 ? first[block] : load_block(input[token * num_tiles], 4 * block + lane % 4);
+                    token == 0 ? first[block] : load_activations(input[token * num_tiles], 4 * block + lane % 4);
 #pragma unroll
                 for (unsigned group = 0; group < GROUPS; ++group) {
                     sums[group][token] += multiply<F>(words[group], scales[group], activations);
@@ -165,9 +167,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     }
     __syncthreads();
-    finish<KIND, ROWS, THREADS>(part, unit * UNIT_ROWS, 0, num_tokens, output, [&](unsigned row, unsigned token) {
+    const auto product = [&](unsigned row, unsigned token) {
         float sum = 0.0f;
         for (unsigned split = 0; split < SPLITS; ++split) sum += partial[split][token][row];
         return sum;
-    });
+    };
+    finish<KIND, ROWS, THREADS, 1>(part, unit * UNIT_ROWS, 0, num_tokens, output, product, 0);
 }

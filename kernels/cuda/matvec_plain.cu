@@ -80,9 +80,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     }
     __syncthreads();
-    finish<KIND, ROWS, THREADS>(part, unit * UNIT_ROWS, 0, num_tokens, output, [&](unsigned row, unsigned token) {
+    const auto product = [&](unsigned row, unsigned token) {
         float sum = 0.0f;
         for (unsigned split = 0; split < SPLITS; ++split) sum += partial[split][token][row];
         return sum;
-    });
+    };
+    finish<KIND, ROWS, THREADS, 1>(part, unit * UNIT_ROWS, 0, num_tokens, output, product, 0);
 }

@@ -215,7 +215,6 @@ fn targets_and_stacks_agree_with_the_oracle() {
     let matrix = |ggml_type, rows| random_matrix(ggml_type, rows, 512, rows as u64 + 1);
     let stacks = [
         vec![matrix(GgmlType::Q4_K, 40), matrix(GgmlType::Q6_K, 24), matrix(GgmlType::Q8_0, 5)],
-        vec![matrix(GgmlType::F16, 9), matrix(GgmlType::BF16, 24)],
         GgmlType::all().filter(|kind| kind.block_elements() > 1).map(|kind| matrix(kind, 9)).collect(),
     ];
     let pairs = [

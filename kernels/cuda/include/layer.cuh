@@ -53,25 +53,26 @@ __device__ __forceinline__ void with_format(uint32_t index, Args&&... args) {
 }
 
 // Hands on the products of a block. `product(row, token)` is one of its `ROWS` rows and `num_tokens` tokens (from
-// `first_token` on). For SwiGLU the first half of the rows are gates, the second half their ups, 32 columns of the output
-// at a time; else rows from `row` on of `part`.
-template <Epilogue EPILOGUE, unsigned ROWS, unsigned THREADS, class Product>
+// `first_token` on), of which it takes every `SHARERS`-th from `share` on. For SwiGLU the first half of the rows are
+// gates, the second half their ups; else they are rows from `row` on of `part`.
+template <Epilogue EPILOGUE, unsigned ROWS, unsigned THREADS, unsigned SHARERS, class Product>
 __device__ __forceinline__ void finish(const Part& part, uint32_t row, uint32_t first_token, uint32_t num_tokens,
-                                       const Activations& output, const Product& product) {
+                                       const Activations& output, const Product& product, unsigned share) {
     if constexpr (EPILOGUE == Epilogue::SwiGlu) {
-        constexpr unsigned HALF = ROWS / 2, UNITS = HALF / WARP;
+        constexpr unsigned HALF = ROWS / 2, BLOCKS = HALF / WARP;
         const unsigned lane = threadIdx.x % WARP;
-        for (unsigned piece = threadIdx.x / WARP; piece < UNITS * num_tokens; piece += THREADS / WARP) {
-            const unsigned token = piece / UNITS, unit = piece % UNITS;
-            const uint32_t block = row / WARP + unit;
-            if (block * WARP >= output.columns) continue;
-            const float gate = product(unit * WARP + lane, token), up = product(HALF + unit * WARP + lane, token);
+        for (unsigned piece = threadIdx.x / WARP;; piece += THREADS / WARP) {
+            const unsigned token = piece / BLOCKS * SHARERS + share, block = piece % BLOCKS;
+            if (token >= num_tokens) break;
+            if (row + block * WARP >= output.columns) continue;
+            const float gate = product(block * WARP + lane, token), up = product(HALF + block * WARP + lane, token);
             // Rows past the end are products with zeros.
-            store_activations(output, first_token + token, block, gate / (1.0f + __expf(-gate)) * up);
+            store_activations(output, first_token + token, row / WARP + block, gate / (1.0f + __expf(-gate)) * up);
         }
     } else {
-        for (unsigned index = threadIdx.x; index < ROWS * num_tokens; index += THREADS) {
-            const unsigned token = index / ROWS, offset = index % ROWS;
+        for (unsigned index = threadIdx.x;; index += THREADS) {
+            const unsigned token = index / ROWS * SHARERS + share, offset = index % ROWS;
+            if (token >= num_tokens) break;
             if (row + offset >= part.rows) continue;
             const float value = product(offset, token);
             const size_t at = (size_t)(first_token + token) * output.columns + part.first_row + row + offset;

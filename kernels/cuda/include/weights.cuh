@@ -93,59 +93,62 @@ struct FromShared {
     static __device__ __forceinline__ uint32_t load2(const uint8_t* from) { return *(const uint16_t*)from; }
 };
 
-// One lane's two blocks of a tile, as stored.
+// One lane's block of a tile, as stored.
 template <class F>
-struct LaneTile {
-    uint4 low[F::LOW];
-    uint32_t high[F::HIGH > 0 ? F::HIGH : 1];
+struct LaneBlock {
+    uint32_t low[F::BITS == 8 ? 8 : F::BITS >= 4 ? 4 : 2];
+    uint32_t high[F::BITS == 6 ? 2 : 1];
     uint4 scales;
     uint32_t factors;
 };
 
+// Block `4 index + lane % 4` of row `lane / 4`.
 template <class F, class From>
-__device__ __forceinline__ LaneTile<F> load_tile(const uint8_t* tile, unsigned lane) {
-    LaneTile<F> loaded = {};
-    for (unsigned chunk = 0; chunk < F::LOW; ++chunk) {
-        loaded.low[chunk] = From::load16(tile + chunk * 16 * WARP + lane * 16);
+__device__ __forceinline__ LaneBlock<F> load_block(const uint8_t* tile, unsigned index, unsigned lane) {
+    LaneBlock<F> block;
+    if constexpr (F::BITS >= 4) {
+        constexpr unsigned CHUNKS = F::LOW / 2;
+#pragma unroll
+        for (unsigned chunk = 0; chunk < CHUNKS; ++chunk) {
+            const uint4 words = From::load16(tile + (index * CHUNKS + chunk) * 16 * WARP + lane * 16);
+            block.low[4 * chunk] = words.x;
+            block.low[4 * chunk + 1] = words.y;
+            block.low[4 * chunk + 2] = words.z;
+            block.low[4 * chunk + 3] = words.w;
+        }
+    } else {
+        const uint2 words = From::load8(tile + lane * 16 + index * 8);
+        block.low[0] = words.x;
+        block.low[1] = words.y;
     }
     const uint8_t* high = tile + F::LOW * 16 * WARP;
     if constexpr (F::HIGH == 2) {
-        const uint2 words = From::load8(high + lane * 8);
-        loaded.high[0] = words.x;
-        loaded.high[1] = words.y;
+        block.high[0] = From::load4(high + lane * 8 + index * 4);
     } else if constexpr (F::HIGH == 4) {
-        const uint4 words = From::load16(high + lane * 16);
-        loaded.high[0] = words.x;
-        loaded.high[1] = words.y;
-        loaded.high[2] = words.z;
-        loaded.high[3] = words.w;
+        const uint2 words = From::load8(high + lane * 16 + index * 8);
+        block.high[0] = words.x;
+        block.high[1] = words.y;
     }
     const uint8_t* scales = tile + F::SCALES_AT;
     const unsigned row = lane / 4;
     if constexpr (F::SCALES == Scales::SixBit) {
-        loaded.scales = From::load16(scales + row * 16);
+        block.scales = From::load16(scales + row * 16);
     } else if constexpr (F::SCALES == Scales::HalfMin) {
-        const uint2 words = From::load8(scales + lane * 8);
-        loaded.scales.x = words.x;
-        loaded.scales.y = words.y;
+        block.scales.x = From::load4(scales + lane * 8 + index * 4);
     } else if constexpr (F::SCALES == Scales::Single) {
-        loaded.scales.x = From::load4(scales + row * 4);
+        block.scales.x = From::load4(scales + row * 4);
     } else {
-        loaded.scales.x = From::load4(scales + lane * 4);
+        block.scales.x = From::load2(scales + lane * 4 + index * 2);
     }
-    if constexpr (F::SCALES == Scales::FourBit) loaded.factors = From::load4(tile + F::FACTORS_AT + row * 4);
-    if constexpr (F::SCALES == Scales::Signed) loaded.factors = From::load2(tile + F::FACTORS_AT + row * 2);
-    return loaded;
+    if constexpr (F::SCALES == Scales::FourBit) block.factors = From::load4(tile + F::FACTORS_AT + row * 4);
+    if constexpr (F::SCALES == Scales::Signed) block.factors = From::load2(tile + F::FACTORS_AT + row * 2);
+    return block;
 }
 
 __device__ __forceinline__ float half_to_float(uint32_t bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((uint16_t)bits));
     return value;
-}
-
-__device__ __forceinline__ uint32_t word_of(const uint4& words, unsigned index) {
-    return index == 0 ? words.x : index == 1 ? words.y : index == 2 ? words.z : words.w;
 }
 
 // Factors of a block, and the integer scales and minima of its halves: 1, or both the same, where a type has less.
@@ -157,38 +160,38 @@ struct BlockScales {
 };
 
 template <class F>
-__device__ __forceinline__ BlockScales unpack_scales(const LaneTile<F>& tile, unsigned block, unsigned lane) {
+__device__ __forceinline__ BlockScales unpack_scales(const LaneBlock<F>& block, unsigned index, unsigned lane) {
     BlockScales result = {0.0f, 0.0f, {1, 1}, {1, 1}};
     if constexpr (F::SCALES == Scales::Half) {
-        result.d = half_to_float(tile.scales.x >> 16 * block);
+        result.d = half_to_float(block.scales.x);
     } else if constexpr (F::SCALES == Scales::HalfMin) {
-        const uint32_t both = block == 0 ? tile.scales.x : tile.scales.y;
-        result.d = half_to_float(both);
-        result.m = half_to_float(both >> 16);
+        result.d = half_to_float(block.scales.x);
+        result.m = half_to_float(block.scales.x >> 16);
     } else if constexpr (F::SCALES == Scales::Single) {
-        result.d = __uint_as_float(tile.scales.x);
+        result.d = __uint_as_float(block.scales.x);
     } else if constexpr (F::SCALES == Scales::SixBit) {
         // Bytes 3t..3t + 2 of the 12 that follow the factors.
         const unsigned t = lane % 4;
-        const uint32_t first = t < 2 ? tile.scales.y : tile.scales.z, second = t < 2 ? tile.scales.z : tile.scales.w;
+        const uint32_t first = t < 2 ? block.scales.y : block.scales.z;
+        const uint32_t second = t < 2 ? block.scales.z : block.scales.w;
         const uint32_t selector = t == 0 ? 0x3210 : t == 1 ? 0x6543 : t == 2 ? 0x5432 : 0x7765;
-        const uint32_t bits = __byte_perm(first, second, selector) >> 12 * block;
-        result.d = half_to_float(tile.scales.x);
-        result.m = half_to_float(tile.scales.x >> 16);
+        const uint32_t bits = __byte_perm(first, second, selector) >> 12 * index;
+        result.d = half_to_float(block.scales.x);
+        result.m = half_to_float(block.scales.x >> 16);
         result.scale[0] = result.scale[1] = bits & 63;
         result.min[0] = result.min[1] = bits >> 6 & 63;
     } else {
+#pragma unroll
         for (unsigned half = 0; half < 2; ++half) {
-            const unsigned shift = 16 * block + 8 * half;
             if constexpr (F::SCALES == Scales::FourBit) {
-                result.scale[half] = tile.scales.x >> shift & 15;
-                result.min[half] = tile.scales.x >> shift + 4 & 15;
+                result.scale[half] = block.scales.x >> 8 * half & 15;
+                result.min[half] = block.scales.x >> 8 * half + 4 & 15;
             } else {
-                result.scale[half] = (int)(tile.scales.x << 24 - shift) >> 24;
+                result.scale[half] = (int8_t)(block.scales.x >> 8 * half);
             }
         }
-        result.d = half_to_float(tile.factors);
-        if constexpr (F::HAS_MIN) result.m = half_to_float(tile.factors >> 16);
+        result.d = half_to_float(block.factors);
+        if constexpr (F::HAS_MIN) result.m = half_to_float(block.factors >> 16);
     }
     return result;
 }
@@ -200,17 +203,17 @@ __device__ __forceinline__ uint32_t shifted(uint32_t word, unsigned from, unsign
 
 // Word `j` of a lane's block: four quants, a byte each.
 template <class F>
-__device__ __forceinline__ uint32_t unpack_word(const LaneTile<F>& tile, unsigned block, unsigned j) {
-    if constexpr (F::BITS == 8) return word_of(tile.low[2 * block + j / 4], j % 4);
+__device__ __forceinline__ uint32_t unpack_word(const LaneBlock<F>& block, unsigned j) {
+    if constexpr (F::BITS == 8) return block.low[j];
     uint32_t word;
     if constexpr (F::BITS >= 4) {
-        word = word_of(tile.low[F::LOW == 2 ? block : 0], j % 4) >> j / 4 * 4 & 0x0f0f0f0fu;
+        word = block.low[j % 4] >> j / 4 * 4 & 0x0f0f0f0fu;
     } else {
-        word = word_of(tile.low[0], 2 * block + j % 2) >> j / 2 * 2 & 0x03030303u;
+        word = block.low[j % 2] >> j / 2 * 2 & 0x03030303u;
     }
-    if constexpr (F::BITS == 3) word |= shifted(tile.high[block], j, 2) & 0x04040404u;
-    if constexpr (F::BITS == 5) word |= shifted(tile.high[block], j, 4) & 0x10101010u;
-    if constexpr (F::BITS == 6) word |= shifted(tile.high[2 * block + j % 2], j / 2 * 2, 4) & 0x30303030u;
+    if constexpr (F::BITS == 3) word |= shifted(block.high[0], j, 2) & 0x04040404u;
+    if constexpr (F::BITS == 5) word |= shifted(block.high[0], j, 4) & 0x10101010u;
+    if constexpr (F::BITS == 6) word |= shifted(block.high[j % 2], j / 2 * 2, 4) & 0x30303030u;
     return word;
 }
 
@@ -224,6 +227,12 @@ __device__ constexpr unsigned max_tile_bytes() {
 __device__ __forceinline__ void copy16(uint8_t* to, const uint8_t* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
                  :: "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
+
+// Copies nothing and writes zeros if `is_wanted` is false.
+__device__ __forceinline__ void copy16_or_zeros(uint8_t* to, const uint8_t* from, bool is_wanted) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                 :: "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(is_wanted ? 16 : 0) : "memory");
 }
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

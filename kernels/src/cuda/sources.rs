@@ -4,7 +4,7 @@
 
 use super::{
     add, attention, gather_rows,
-    matmul::{embed, matvec, plain, swiglu},
+    matmul::{batch, embed, matvec, plain, swiglu},
     rms_norm, rope_and_store, sample,
 };
 
@@ -25,6 +25,7 @@ pub const SOURCES: &[&Source] = &[
     &attention::decode::SOURCE,
     &attention::prefill::HOPPER_SOURCE,
     &attention::prefill::SOURCE,
+    &batch::SOURCE,
     &embed::SOURCE,
     &gather_rows::SOURCE,
     &matvec::SOURCE,
@@ -48,6 +49,7 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("plain.cuh", include_str!("../../cuda/include/plain.cuh")),
     ("reduce.cuh", include_str!("../../cuda/include/reduce.cuh")),
     ("rope.cuh", include_str!("../../cuda/include/rope.cuh")),
+    ("tensor_core.cuh", include_str!("../../cuda/include/tensor_core.cuh")),
     ("weights.cuh", include_str!("../../cuda/include/weights.cuh")),
     ("wgmma.cuh", include_str!("../../cuda/include/wgmma.cuh")),
 ];

@@ -4,11 +4,13 @@
 //! that the number of tokens selects, not on the other tokens.
 //!
 //! - [`linear`]: a layer on the GPU; `layout`: tiles of quantized weights.
-//! - [`matvec`]: one to eight tokens, quantized weights. [`plain`]: one to eight tokens, 16 and 32 bits.
+//! - [`matvec`]: one to eight tokens, quantized weights; [`mod@batch`]: more of them.
+//! - [`plain`]: weights of 16 and 32 bits.
 //! - [`swiglu`]: SwiGLU of layers that cannot be cut in halves. [`embed`]: rows of a table.
 //! - `arguments`: the structures that kernels take.
 
 mod arguments;
+pub mod batch;
 pub mod embed;
 mod layout;
 pub mod linear;
@@ -28,7 +30,7 @@ pub use self::{embed::EmbedCall, linear::CudaLinear};
 use super::{Activations, Forms, Gpu, HalfType, ScratchBuffer};
 use crate::KernelError;
 
-/// Tokens of one launch of [`matvec`] or [`plain`].
+/// Tokens of the largest launch of [`matvec`] or [`plain`].
 const MAX_TOKENS: usize = 8;
 
 /// What happens to the product.
@@ -55,16 +57,15 @@ impl Target {
 
 impl CudaLinear {
     /// The forms of activations that products with so many tokens read.
-    pub fn input_forms(&self, _num_tokens: usize) -> Forms {
+    pub fn input_forms(&self, num_tokens: usize) -> Forms {
         let has = |wanted: GgmlType| self.parts.iter().any(|part| part.format == Format::Plain(wanted));
-        let halves = match (has(GgmlType::F16), has(GgmlType::BF16)) {
-            (true, false) => Some(HalfType::F16),
-            (false, true) => Some(HalfType::BF16),
-            _ => None,
-        };
-        // Two types of halves cannot be handed on side by side; f32 serves both.
-        let values = has(GgmlType::F32) || has(GgmlType::F16) && has(GgmlType::BF16);
-        Forms { tiles: self.parts.iter().any(|part| matches!(part.format, Format::Tiles(_))), halves, values }
+        let is_quantized = self.parts.iter().any(|part| matches!(part.format, Format::Tiles(_)));
+        let is_batch = is_quantized && num_tokens > MAX_TOKENS;
+        let (f16, bf16) = (has(GgmlType::F16) || is_batch, has(GgmlType::BF16));
+        // Two types of halves cannot be handed on side by side: f32 serves those that go without.
+        let values = has(GgmlType::F32) || f16 && bf16;
+        let halves = if f16 { Some(HalfType::F16) } else { bf16.then_some(HalfType::BF16) };
+        Forms { tiles: is_quantized && !is_batch, halves, values }
     }
 }
 
@@ -135,6 +136,9 @@ impl Matmul {
         target: Target,
         output: ActivationView,
     ) -> Result<(), KernelError> {
+        if layer.plain_type().is_none() && num_tokens > MAX_TOKENS {
+            return batch::launch(&self.gpu, layer, num_tokens, input, target, output);
+        }
         for first in (0..num_tokens).step_by(MAX_TOKENS) {
             let num_tokens = MAX_TOKENS.min(num_tokens - first);
             let (input, output) = (input.skip_tokens(first), output.skip_tokens(first));

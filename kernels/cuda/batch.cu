@@ -1,0 +1,232 @@
+// Quantized weights times many tokens, on tensor cores: weights become f16 in registers, sums are f32.
+//
+// A block of 8 warps makes 128 rows for `TOKENS` tokens. Its warps are 4 sets of 32 rows; two warps of a set share its
+// columns (up to 64 tokens: each takes one half of every tile) or its tokens. Tiles of weights and 256 columns of
+// activations go through a ring of `STAGES` stages in shared memory, which is filled with weights before the wait for the
+// kernel that makes the activations. `CLUSTER` blocks share the tiles of the same rows and add their sums through each
+// other's shared memory. For SwiGLU the first two sets are gates, the others ups, and a block makes 64 outputs.
+//
+// Launch constants: FORMATS (list of the layer's formats), TOKENS (8, 16, 32, 64, 128), STAGES, CLUSTER, EPILOGUE.
+// Grid: `CLUSTER` blocks a unit; pieces of `TOKENS` tokens. Dynamic shared memory: `STAGES` stages, at least the sums.
+
+#include "layer.cuh"
+#include "tensor_core.cuh"
+
+constexpr unsigned NUM_WARPS = 8, THREADS = NUM_WARPS * WARP;
+constexpr unsigned NUM_SETS = 4, SET_GROUPS = 4, GROUPS = NUM_SETS * SET_GROUPS, ROWS = GROUPS * GROUP_ROWS;
+// Warps of a set that share the columns, and that share the tokens.
+constexpr unsigned DEPTH = TOKENS <= 64 ? 2 : 1, TOKEN_PARTS = 2 / DEPTH;
+constexpr unsigned WARP_TOKENS = TOKENS / TOKEN_PARTS, TOKEN_TILES = WARP_TOKENS / 8;
+constexpr unsigned MAX_TILE_BYTES = max_tile_bytes<FORMATS>();
+constexpr unsigned TOKEN_BYTES = TILE_COLUMNS * 2, STAGE_BYTES = GROUPS * MAX_TILE_BYTES + TOKENS * TOKEN_BYTES;
+// Rows of the sums, padded so that the lanes of a warp write to different banks.
+constexpr unsigned SUM_ROWS = ROWS + 4;
+constexpr Epilogue KIND = Epilogue::EPILOGUE;
+
+extern __shared__ __align__(128) uint8_t shared[];
+
+// What a warp works on.
+struct Share {
+    const Part& part;
+    uint32_t first_group;  // of its set
+    uint32_t first_tile, end_tile;  // of the block's columns
+    uint32_t num_tiles;
+    const uint16_t* input;
+    uint32_t num_tokens, columns;
+};
+
+// Where in a token's 512 bytes of a stage the 16-byte chunk `q` (of 4) of block `block` (of 8) lies. Chunks stay beside
+// their neighbours, so that copies move whole sectors; the lanes that read at the same time, chunk `q` of the even and
+// chunk `q ^ 1` of the odd ones of 4 blocks of two tokens, touch different banks.
+__device__ __forceinline__ unsigned chunk_at(unsigned token, unsigned block, unsigned q) {
+    const unsigned line = block / 2;
+    return (block * 4 + q ^ (line & 1) << 1 ^ (token & 1) << 2) * 16;
+}
+
+// Copies 256 columns of the tokens; what lies outside becomes zeros.
+__device__ __forceinline__ void copy_activations(uint8_t* to, const Share& share, uint32_t tile) {
+    constexpr unsigned CHUNKS = TOKENS * TOKEN_BYTES / 16;
+#pragma unroll
+    for (unsigned first = 0; first < CHUNKS; first += THREADS) {
+        const unsigned chunk = first + threadIdx.x, token = chunk / 32, block = chunk % 32 / 4, q = chunk % 4;
+        const uint32_t column = tile * TILE_COLUMNS + chunk % 32 * 8;
+        const bool is_inside = token < share.num_tokens && column < share.columns;
+        const uint16_t* from = share.input + (is_inside ? (size_t)token * share.columns + column : 0);
+        copy16_or_zeros(to + token * TOKEN_BYTES + chunk_at(token, block, q), (const uint8_t*)from, is_inside);
+    }
+}
+
+template <class F>
+struct Multiply {
+    static __device__ __forceinline__ void run(const Share& share, float (&sums)[2][TOKEN_TILES][4]) {
+        const unsigned lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+        const unsigned set = warp % NUM_SETS, part = warp / NUM_SETS;
+        // Both warps of a set copy half of its groups.
+        const unsigned first_copied = part * (SET_GROUPS / 2);
+        const uint8_t* copied[SET_GROUPS / 2];
+#pragma unroll
+        for (unsigned group = 0; group < SET_GROUPS / 2; ++group) {
+            copied[group] =
+                group_tiles(share.part, share.first_group + first_copied + group, share.num_tiles, F::TILE_BYTES);
+        }
+        const auto copy_weights = [&](uint32_t tile, unsigned stage) {
+            if (tile >= share.end_tile) return;
+            uint8_t* to = shared + stage * STAGE_BYTES + (set * SET_GROUPS + first_copied) * MAX_TILE_BYTES;
+#pragma unroll
+            for (unsigned group = 0; group < SET_GROUPS / 2; ++group) {
+                copy_tile<F>(to + group * MAX_TILE_BYTES, copied[group] + tile * F::TILE_BYTES, lane);
+            }
+        };
+        const auto copy_tokens = [&](uint32_t tile, unsigned stage) {
+            if (tile < share.end_tile) {
+                copy_activations(shared + stage * STAGE_BYTES + GROUPS * MAX_TILE_BYTES, share, tile);
+            }
+            commit_copies();
+        };
+#pragma unroll
+        for (unsigned stage = 0; stage + 1 < STAGES; ++stage) copy_weights(share.first_tile + stage, stage);
+        wait_for_previous();
+#pragma unroll
+        for (unsigned stage = 0; stage + 1 < STAGES; ++stage) copy_tokens(share.first_tile + stage, stage);
+        unsigned stage = 0;
+#pragma unroll 1
+        for (uint32_t tile = share.first_tile; tile < share.end_tile; ++tile) {
+            wait_copies<STAGES - 2>();
+            __syncthreads();
+            // Into the stage that everybody has just left.
+            const unsigned free_stage = stage == 0 ? STAGES - 1 : stage - 1;
+            copy_weights(tile + STAGES - 1, free_stage);
+            copy_tokens(tile + STAGES - 1, free_stage);
+            const uint8_t* weights = shared + stage * STAGE_BYTES + set * SET_GROUPS * MAX_TILE_BYTES;
+            const uint8_t* tokens = shared + stage * STAGE_BYTES + GROUPS * MAX_TILE_BYTES;
+            if constexpr (DEPTH == 2) {
+                multiply_half(weights, tokens, part, 0, lane, sums);
+            } else {
+                multiply_half(weights, tokens, 0, part * WARP_TOKENS, lane, sums);
+                multiply_half(weights, tokens, 1, part * WARP_TOKENS, lane, sums);
+            }
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+        }
+    }
+
+    // Half `index` of a tile's columns.
+    static __device__ __forceinline__ void multiply_half(const uint8_t* weights, const uint8_t* tokens, unsigned index,
+                                                         unsigned first_token, unsigned lane,
+                                                         float (&sums)[2][TOKEN_TILES][4]) {
+        LaneBlock<F> blocks[SET_GROUPS];
+        HalfScales scales[SET_GROUPS];
+#pragma unroll
+        for (unsigned group = 0; group < SET_GROUPS; ++group) {
+            blocks[group] = load_block<F, FromShared>(weights + group * MAX_TILE_BYTES, index, lane);
+            scales[group] = half_scales(blocks[group], index, lane);
+            // See `chunk_at`.
+            if (lane % 2 == 1) swap_word_pairs(blocks[group]);
+        }
+        const unsigned row = lane / 4, t = lane % 4;
+#pragma unroll
+        for (unsigned q = 0; q < 4; ++q) {
+            // [step][16 rows][fragment]
+            uint32_t a[2][2][4];
+#pragma unroll
+            for (unsigned step = 0; step < 2; ++step) {
+#pragma unroll
+                for (unsigned group = 0; group < SET_GROUPS; ++group) {
+                    uint32_t pairs[2];
+                    dequantize_word(blocks[group], scales[group], 2 * q + step, pairs);
+                    a[step][group / 2][group % 2] = pairs[0];
+                    a[step][group / 2][group % 2 + 2] = pairs[1];
+                }
+            }
+#pragma unroll
+            for (unsigned tile = 0; tile < TOKEN_TILES; ++tile) {
+                const unsigned token = first_token + tile * 8 + row;
+                const uint8_t* from = tokens + token * TOKEN_BYTES;
+                const uint4 chunk = *(const uint4*)(from + chunk_at(token, 4 * index + t, q ^ t & 1));
+                const uint32_t b[2][2] = {{chunk.x, chunk.y}, {chunk.z, chunk.w}};
+#pragma unroll
+                for (unsigned step = 0; step < 2; ++step) {
+                    multiply_add(sums[0][tile], a[step][0], b[step]);
+                    multiply_add(sums[1][tile], a[step][1], b[step]);
+                }
+            }
+        }
+    }
+};
+
+#if CLUSTER > 1
+__device__ __forceinline__ void wait_for_cluster() {
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// A float at the same place in the shared memory of another block of the cluster.
+__device__ __forceinline__ float load_from(const float* own, unsigned rank) {
+    float value;
+    asm volatile("{.reg .u32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.f32 %0, [there];}"
+                 : "=f"(value) : "r"((uint32_t)__cvta_generic_to_shared(own)), "r"(rank));
+    return value;
+}
+#else
+__device__ __forceinline__ void wait_for_cluster() { __syncthreads(); }
+__device__ __forceinline__ float load_from(const float* own, unsigned) { return *own; }
+#endif
+
+extern "C" __global__ void
+#if CLUSTER > 1
+    __cluster_dims__(CLUSTER, 1, 1)
+#endif
+    __launch_bounds__(THREADS)
+        batch(const __grid_constant__ Layer layer, const uint16_t* input, uint32_t columns,
+              const __grid_constant__ Activations output, uint32_t num_tokens) {
+    allow_next();
+    const unsigned warp = threadIdx.x / WARP, set = warp % NUM_SETS, lane = threadIdx.x % WARP;
+    const uint32_t rank = blockIdx.x % CLUSTER, block_unit = blockIdx.x / CLUSTER, first_token = blockIdx.y * TOKENS;
+    const bool is_up = KIND == Epilogue::SwiGlu && set >= NUM_SETS / 2;
+    const uint32_t index = KIND == Epilogue::SwiGlu ? (is_up ? 1 : 0) : part_of(layer, block_unit);
+    const Part& part = layer.parts[index];
+    const uint32_t unit = KIND == Epilogue::SwiGlu ? block_unit : block_unit - part.first_unit;
+    constexpr unsigned UNIT_ROWS = KIND == Epilogue::SwiGlu ? ROWS / 2 : ROWS;
+    num_tokens = min(num_tokens - first_token, TOKENS);
+    const Share share = {part,
+                         unit * (UNIT_ROWS / GROUP_ROWS) + (is_up ? set - NUM_SETS / 2 : set) * SET_GROUPS,
+                         layer.num_tiles * rank / CLUSTER,
+                         layer.num_tiles * (rank + 1) / CLUSTER,
+                         layer.num_tiles,
+                         input + (size_t)first_token * columns,
+                         num_tokens,
+                         columns};
+    float sums[2][TOKEN_TILES][4] = {};
+    with_format<Multiply, FORMATS>(part.format, share, sums);
+
+    // Everybody has left the stages; the last copies into them were past the end and empty.
+    __syncthreads();
+    float* all_sums = (float*)shared;
+    const unsigned first_sum = DEPTH == 2 ? warp / NUM_SETS * TOKENS : warp / NUM_SETS * WARP_TOKENS;
+#pragma unroll
+    for (unsigned rows = 0; rows < 2; ++rows) {
+#pragma unroll
+        for (unsigned tile = 0; tile < TOKEN_TILES; ++tile) {
+#pragma unroll
+            for (unsigned i = 0; i < 4; ++i) {
+                const unsigned token = first_sum + tile * 8 + lane % 4 * 2 + i % 2;
+                const unsigned row = set * SET_GROUPS * GROUP_ROWS + rows * 16 + i / 2 * 8 + lane / 4;
+                all_sums[token * SUM_ROWS + row] = sums[rows][tile][i];
+            }
+        }
+    }
+    wait_for_cluster();
+    const auto product = [&](unsigned row, unsigned token) {
+        float sum = 0.0f;
+#pragma unroll
+        for (unsigned other = 0; other < CLUSTER; ++other) {
+#pragma unroll
+            for (unsigned half = 0; half < DEPTH; ++half) {
+                sum += load_from(all_sums + (half * TOKENS + token) * SUM_ROWS + row, other);
+            }
+        }
+        return sum;
+    };
+    // The blocks of a cluster finish a token each in turn.
+    finish<KIND, ROWS, THREADS, CLUSTER>(part, unit * UNIT_ROWS, first_token, num_tokens, output, product, rank);
+    // No block may leave while others read its sums.
+    if (CLUSTER > 1) wait_for_cluster();
+}
