@@ -1,9 +1,13 @@
 //! The coordinator's Prometheus metrics. One recorder a coordinator, no global state.
 //! Invariant: labels come from fixed sets (outcome words, loaded models); request ids and texts never appear.
 
+use std::time::Duration;
+
 use lockstep_proto::v1;
 use metrics::{Counter, Gauge, Histogram, Key, Label, Level, Metadata, Recorder, Unit};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusRecorder};
+use metrics_util::MetricKindMask;
+use tokio_util::sync::CancellationToken;
 
 use crate::served::ModelTable;
 
@@ -40,6 +44,9 @@ const DESCRIPTIONS: [(&str, &str); 12] = [
 const LATENCY_BUCKETS: [f64; 16] =
     [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 60.0];
 
+/// How often samples are put into the buckets; until then each of them is kept.
+const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
+
 const METADATA: Metadata<'static> = Metadata::new(module_path!(), Level::INFO, Some(module_path!()));
 
 /// The metrics of one coordinator.
@@ -57,9 +64,10 @@ pub struct Metrics {
 
 impl Default for Metrics {
     fn default() -> Self {
-        let builder = PrometheusBuilder::new();
         // The buckets are a constant that is not empty, the only thing that can be refused.
-        let recorder = builder.set_buckets(&LATENCY_BUCKETS).unwrap_or_default().build_recorder();
+        let builder = PrometheusBuilder::new().set_buckets(&LATENCY_BUCKETS).unwrap_or_default();
+        // `render` sets every gauge that stands for something: the others go at once.
+        let recorder = builder.idle_timeout(MetricKindMask::GAUGE, Some(Duration::ZERO)).build_recorder();
         for (name, help) in DESCRIPTIONS {
             let unit = if name.ends_with("_seconds") { Unit::Seconds } else { Unit::Count };
             match name {
@@ -81,6 +89,15 @@ impl Default for Metrics {
 }
 
 impl Metrics {
+    /// Keeps the memory of the samples bounded, also if nobody reads them, until `closing` fires.
+    pub async fn keep_up(&self, closing: CancellationToken) {
+        let mut interval = tokio::time::interval(UPKEEP_INTERVAL);
+        interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        while closing.run_until_cancelled(interval.tick()).await.is_some() {
+            self.recorder.handle().run_upkeep();
+        }
+    }
+
     /// Counts an ended request under `outcome`: a finish reason or an error class's word.
     pub fn count_request(&self, outcome: &'static str) {
         let key = Key::from_parts(REQUESTS, vec![Label::from_static_parts("outcome", outcome)]);
@@ -119,7 +136,10 @@ impl Metrics {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+    use crate::{config::ModelSpec, served::ServedModel};
 
     #[test]
     fn renders_what_was_counted() {
@@ -130,5 +150,34 @@ mod tests {
         assert!(text.contains("lockstep_coordinator_requests_total{outcome=\"stop\"} 1"), "{text}");
         assert!(text.contains("lockstep_coordinator_time_to_first_token_seconds_bucket{le=\"0.025\"} 1"), "{text}");
         assert!(text.contains("lockstep_coordinator_running_requests 3"), "{text}");
+    }
+
+    #[test]
+    fn gauges_go_with_their_model() {
+        let spec = ModelSpec {
+            name: "m".into(),
+            source: "m.gguf".into(),
+            policy: lockstep_sharding::Policy::AUTO,
+            min_workers: 1,
+        };
+        let model = ServedModel {
+            spec,
+            description: None,
+            plan: None,
+            plan_epoch: 0,
+            replicas: Vec::new(),
+            num_ready: 0,
+            problem: None,
+            failed_attempts: 0,
+        };
+        let models: ModelTable = Arc::new([("m".to_owned(), Arc::new(model))].into());
+        let metrics = Metrics::default();
+        let gauge = "lockstep_coordinator_ready_replicas{model=\"m\"} 0";
+        for _ in 0..3 {
+            let text = metrics.render(1, 1, &models, &[]);
+            assert!(text.contains(gauge) && text.contains("lockstep_coordinator_live_workers 1"), "{text}");
+        }
+        let text = metrics.render(1, 1, &ModelTable::default(), &[]);
+        assert!(!text.contains(gauge) && text.contains("lockstep_coordinator_live_workers 1"), "{text}");
     }
 }

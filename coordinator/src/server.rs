@@ -71,12 +71,16 @@ pub async fn run(
         admission: admission.clone(),
         router: router.clone(),
         workers: registry.watch(),
-        metrics,
+        metrics: Arc::clone(&metrics),
         started: std::time::SystemTime::now(),
     };
 
     let mut grpc_server = tokio::spawn(serve_grpc(grpc_listener, with_reflection(routes)?, &config, closing.clone()));
     let mut http_server = tokio::spawn(serve_http(http_listener, http::routes(state), closing.clone()));
+    let upkeep_task = tokio::spawn({
+        let closing = closing.clone();
+        async move { metrics.keep_up(closing).await }
+    });
     let health_task = tokio::spawn(health::follow(reporter.clone(), admission.clone(), router));
     tracing::info!(%grpc_address, %http_address, "coordinator serves");
     ready(grpc_address, http_address);
@@ -96,6 +100,8 @@ pub async fn run(
     closing.cancel();
     close(grpc_server).await;
     close(http_server).await;
+    // It ends with `closing`; only a panic could be reported here.
+    let _ = upkeep_task.await;
     Ok(())
 }
 
