@@ -5,17 +5,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use lockstep_proto::v1;
-use lockstep_sharding::{DeviceSpec, LinkSpec, Topology};
+use lockstep_sharding::{DeviceSpec, Topology};
 
 use crate::{
     cluster::WorkerRecord,
     served::{Member, Replica},
 };
-
-/// Loopback TCP between two processes, measured with a bare exchange of small and of 16 MiB messages.
-const INTRA_HOST: LinkSpec = LinkSpec { latency_seconds: 15e-6, bytes_per_second: 3e9 };
-/// A 10 Gbit/s network: the least that a cluster is expected to have.
-const INTER_HOST: LinkSpec = LinkSpec { latency_seconds: 50e-6, bytes_per_second: 1.25e9 };
 
 /// Devices for a plan of `model`: those of `workers` on which it has no live replica yet.
 pub fn topology<'a>(
@@ -55,7 +50,8 @@ pub fn topology<'a>(
         }
     }
     equalize(&mut devices);
-    Topology { devices, intra_host: INTRA_HOST, inter_host: INTER_HOST }
+    let (intra_host, inter_host) = Topology::default_links(devices.iter().map(|device| device.name.as_str()));
+    Topology { devices, intra_host, inter_host }
 }
 
 /// Memory that several devices of a host claim; each of its workers may have measured all of it as its own.
