@@ -46,10 +46,11 @@ impl InferenceService {
         let model = self.router.model(&request.model)?;
         let description = described(&model)?;
         validate::check_request(&request, description.shape.vocab_size)?;
+        let encode = |text| tokenize(text, &description, |token_ids, _| token_ids);
         let prompt = match request.input {
             Some(Input::TokenIds(tokens)) => tokens.ids,
-            Some(Input::Prompt(text)) => encode(PromptText::Prompt(text), &description).await?,
-            Some(Input::Chat(chat)) => encode(PromptText::Chat(chat), &description).await?,
+            Some(Input::Prompt(text)) => encode(PromptText::Prompt(text)).await?,
+            Some(Input::Chat(chat)) => encode(PromptText::Chat(chat)).await?,
             None => Vec::new(),
         };
         let mut sampling = validate::complete_sampling(request.sampling, prompt.len(), model.max_sequence_tokens())?;
@@ -113,10 +114,12 @@ impl v1::inference_server::Inference for InferenceService {
                 PromptText::Chat(chat)
             }
         };
-        let token_ids = encode(text, &description).await?;
-        let text_of = |id: &u32| description.tokenizer.token_text(*id).unwrap_or_default();
-        let tokens = token_ids.iter().map(text_of).collect();
-        Ok(Response::new(v1::TokenizeResponse { token_ids, tokens }))
+        let tokenized = tokenize(text, &description, |token_ids, model| {
+            let text_of = |id: &u32| model.tokenizer.token_text(*id).unwrap_or_default();
+            let tokens = token_ids.iter().map(text_of).collect();
+            v1::TokenizeResponse { token_ids, tokens }
+        });
+        Ok(Response::new(tokenized.await?))
     }
 
     async fn list_models(
@@ -139,13 +142,21 @@ fn described(model: &ServedModel) -> Result<Arc<ModelDescription>, RequestError>
     model.description.clone().ok_or_else(not_ready)
 }
 
-async fn encode(text: PromptText, model: &Arc<ModelDescription>) -> Result<Vec<u32>, RequestError> {
-    if text.num_bytes() <= INLINE_PROMPT_BYTES {
-        return text.encode(model);
-    }
+/// Tokenizes a text and does `finish` with it, both on a thread of its own if the text is long.
+async fn tokenize<T: Send + 'static>(
+    text: PromptText,
+    model: &Arc<ModelDescription>,
+    finish: impl FnOnce(Vec<u32>, &ModelDescription) -> T + Send + 'static,
+) -> Result<T, RequestError> {
+    let is_short = text.num_bytes() <= INLINE_PROMPT_BYTES;
     let model = Arc::clone(model);
-    let encoded = tokio::task::spawn_blocking(move || text.encode(&model)).await;
-    encoded.map_err(|error| RequestError::Internal(format!("tokenizing failed: {error}")))?
+    let work = move || text.encode(&model).map(|token_ids| finish(token_ids, &model));
+    if is_short {
+        return work();
+    }
+    tokio::task::spawn_blocking(work)
+        .await
+        .map_err(|error| RequestError::Internal(format!("tokenizing failed: {error}")))?
 }
 
 /// The client's `grpc-timeout`: up to eight digits and a unit.

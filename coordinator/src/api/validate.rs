@@ -6,6 +6,10 @@ use lockstep_proto::v1::{self, generate_request::Input};
 
 use crate::{error::RequestError, served::ModelDescription};
 
+/// Longest role of a message, bytes.
+const MAX_ROLE_BYTES: usize = 64;
+/// What rendering a message costs beside its text, as bytes of a prompt.
+const MESSAGE_BYTES: usize = 64;
 /// Longest request id, bytes.
 pub const MAX_REQUEST_ID_BYTES: usize = 128;
 /// Highest temperature.
@@ -54,8 +58,13 @@ pub fn check_chat(chat: &v1::Chat) -> Result<(), RequestError> {
     if chat.messages.is_empty() {
         return Err(RequestError::invalid("chat.messages", "is empty"));
     }
-    match chat.messages.iter().position(|message| message.role.is_empty()) {
-        Some(index) => Err(RequestError::invalid("chat.messages.role", format!("is empty in message {index}"))),
+    let is_refused = |role: &str| role.is_empty() || role.len() > MAX_ROLE_BYTES;
+    match chat.messages.iter().enumerate().find(|(_, message)| is_refused(&message.role)) {
+        Some((index, message)) => {
+            let problem =
+                format!("has {} bytes in message {index}, allowed are 1 to {MAX_ROLE_BYTES}", message.role.len());
+            Err(RequestError::invalid("chat.messages.role", problem))
+        }
         None => Ok(()),
     }
 }
@@ -153,11 +162,13 @@ pub enum PromptText {
 }
 
 impl PromptText {
-    /// Rough size of the work to tokenize it, bytes.
+    /// Rough size of the work to render and tokenize it, bytes.
     pub fn num_bytes(&self) -> usize {
         match self {
             Self::Prompt(text) => text.len(),
-            Self::Chat(chat) => chat.messages.iter().map(|message| message.content.len()).sum(),
+            Self::Chat(chat) => {
+                chat.messages.iter().map(|message| message.role.len() + message.content.len() + MESSAGE_BYTES).sum()
+            }
         }
     }
 
@@ -244,6 +255,18 @@ mod tests {
         for (got, expected) in cases {
             assert!(got.starts_with(expected), "got {got:?}, expected {expected:?}");
         }
+    }
+
+    #[test]
+    fn every_part_of_a_chat_counts_as_work() {
+        let message = |role: String, content: String| v1::Message { role, content };
+        let chat = |messages| v1::Chat { messages };
+        assert!(check_chat(&chat(vec![message("r".repeat(64), String::new())])).is_ok());
+        let refused = check_chat(&chat(vec![message("r".repeat(16 << 20), String::new())])).unwrap_err().to_string();
+        assert_eq!(refused, "chat.messages.role: has 16777216 bytes in message 0, allowed are 1 to 64");
+        let many = chat(vec![message("user".into(), String::new()); 1000]);
+        assert!(PromptText::Chat(many).num_bytes() >= 64_000);
+        assert!(PromptText::Chat(chat(vec![message("user".into(), "x".repeat(100))])).num_bytes() < 300);
     }
 
     #[test]

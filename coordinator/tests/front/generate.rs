@@ -150,7 +150,13 @@ async fn bad_requests_are_refused_by_field() {
             "token_ids: has 256 at index 0",
         ),
         (with_input(chat("robot")), Code::InvalidArgument, "role robot is unknown"),
-        (with_input(chat("")), Code::InvalidArgument, "chat.messages.role: is empty in message 0"),
+        (with_input(chat("")), Code::InvalidArgument, "chat.messages.role: has 0 bytes in message 0"),
+    let mut many = with_input(chat("user"));
+    if let Some(Input::Chat(chat)) = &mut many.input {
+        chat.messages = vec![chat.messages[0].clone(); 100_000];
+    }
+    let status = client.generate(many).await.unwrap_err();
+    assert!(status.message().contains("input: has 700000 tokens"), "{status:?}");
         (request(0), Code::InvalidArgument, "sampling.max_tokens: is 0"),
     ];
     for (request, code, text) in cases {
