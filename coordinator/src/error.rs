@@ -3,11 +3,11 @@
 
 use std::time::Duration;
 
-use lockstep_proto::status::Class;
+use lockstep_proto::{
+    sampling::FieldError,
+    status::{Class, RETRY_AFTER},
+};
 use tonic::Status;
-
-/// After so long an overloaded coordinator is worth another try.
-const RETRY_AFTER: Duration = Duration::from_millis(500);
 
 /// A failure of the coordinator itself (requests fail with their own errors).
 #[derive(Debug, thiserror::Error)]
@@ -125,6 +125,12 @@ impl RequestError {
             Self::Worker { class, .. } => *class,
             Self::Internal(_) => Class::Internal,
         }
+    }
+}
+
+impl From<FieldError> for RequestError {
+    fn from(FieldError { field, problem }: FieldError) -> Self {
+        Self::Invalid { field, problem }
     }
 }
 

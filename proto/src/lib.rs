@@ -1,10 +1,12 @@
 //! The wire contract `lockstep.v1`: everything two processes must agree on, and nothing else.
 //!
 //! - [`v1`]: generated messages, clients and servers.
+//! - [`sampling`]: what sampling parameters may hold.
 //! - [`status`]: the only code that builds or reads a [`tonic::Status`].
 
 #![forbid(unsafe_code)]
 
+pub mod sampling;
 pub mod status;
 
 /// Generated from `proto/lockstep/v1/*.proto`; documented there.

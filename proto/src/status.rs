@@ -3,6 +3,9 @@
 
 use tonic::{Code, Status, metadata::MetadataValue};
 
+/// After so long whoever is overloaded is worth another try.
+pub const RETRY_AFTER: std::time::Duration = std::time::Duration::from_millis(500);
+
 /// Metadata key of the stable reason word.
 const REASON_KEY: &str = "lockstep-reason";
 /// Metadata key of the retry hint, milliseconds.

@@ -2,7 +2,10 @@
 //! Invariant: what passes here can run on a worker as it is: `max_tokens` and `seed` are set and every id is in range.
 
 use lockstep_model::ChatMessage;
-use lockstep_proto::v1::{self, generate_request::Input};
+use lockstep_proto::{
+    sampling,
+    v1::{self, generate_request::Input},
+};
 
 use crate::{error::RequestError, served::ModelDescription};
 
@@ -12,20 +15,6 @@ const MAX_ROLE_BYTES: usize = 64;
 const MESSAGE_BYTES: usize = 64;
 /// Longest request id, bytes.
 pub const MAX_REQUEST_ID_BYTES: usize = 128;
-/// Highest temperature.
-const MAX_TEMPERATURE: f32 = 100.0;
-/// Highest repetition penalty.
-const MAX_REPETITION_PENALTY: f32 = 100.0;
-/// Bound of presence and frequency penalty, either sign.
-const MAX_ADDITIVE_PENALTY: f32 = 2.0;
-/// Most alternatives for which log-probabilities are given.
-const MAX_LOGPROBS: u32 = 20;
-/// Most stop texts.
-const MAX_STOPS: usize = 16;
-/// Longest stop text, bytes.
-const MAX_STOP_BYTES: usize = 256;
-/// Most stop tokens.
-const MAX_STOP_TOKENS: usize = 64;
 
 /// Checks everything in a request that does not depend on the prompt's tokens.
 ///
@@ -43,11 +32,14 @@ pub fn check_request(request: &v1::GenerateRequest, vocab_size: usize) -> Result
     match &request.input {
         None => return Err(RequestError::invalid("input", "is missing: one of prompt, token_ids, chat is needed")),
         Some(Input::Prompt(prompt)) if prompt.is_empty() => return Err(RequestError::invalid("prompt", "is empty")),
-        Some(Input::TokenIds(tokens)) => check_token_ids("token_ids", &tokens.ids, vocab_size)?,
+        Some(Input::TokenIds(tokens)) => sampling::check_token_ids("token_ids", &tokens.ids, vocab_size)?,
         Some(Input::Chat(chat)) => check_chat(chat)?,
         Some(Input::Prompt(_)) => {}
     }
-    check_sampling(request.sampling.as_ref().unwrap_or(&v1::SamplingParams::default()), vocab_size)
+    if let Some(params) = &request.sampling {
+        sampling::check(params, vocab_size)?;
+    }
+    Ok(())
 }
 
 /// Checks a conversation.
@@ -64,67 +56,6 @@ pub fn check_chat(chat: &v1::Chat) -> Result<(), RequestError> {
             let problem =
                 format!("has {} bytes in message {index}, allowed are 1 to {MAX_ROLE_BYTES}", message.role.len());
             Err(RequestError::invalid("chat.messages.role", problem))
-        }
-        None => Ok(()),
-    }
-}
-
-fn check_token_ids(field: &'static str, ids: &[u32], vocab_size: usize) -> Result<(), RequestError> {
-    match ids.iter().enumerate().find(|(_, id)| **id as usize >= vocab_size) {
-        Some((index, id)) => {
-            let problem = format!("has {id} at index {index}, the vocabulary has {vocab_size} tokens");
-            Err(RequestError::invalid(field, problem))
-        }
-        None => Ok(()),
-    }
-}
-
-fn check_sampling(sampling: &v1::SamplingParams, vocab_size: usize) -> Result<(), RequestError> {
-    if sampling.max_tokens == Some(0) {
-        return Err(RequestError::invalid("sampling.max_tokens", "is 0, at least 1 is needed"));
-    }
-    let in_range = |field, value: Option<f32>, least: f32, most: f32| match value {
-        Some(value) if !(least..=most).contains(&value) => {
-            Err(RequestError::invalid(field, format!("is {value}, allowed are {least} to {most}")))
-        }
-        _ => Ok(()),
-    };
-    let above_zero = |field, value: Option<f32>, most: f32| match value {
-        Some(value) if !(value > 0.0 && value <= most) => {
-            Err(RequestError::invalid(field, format!("is {value}, allowed is more than 0, up to {most}")))
-        }
-        _ => Ok(()),
-    };
-    in_range("sampling.temperature", sampling.temperature, 0.0, MAX_TEMPERATURE)?;
-    above_zero("sampling.top_p", sampling.top_p, 1.0)?;
-    in_range("sampling.min_p", sampling.min_p, 0.0, 1.0)?;
-    above_zero("sampling.repetition_penalty", sampling.repetition_penalty, MAX_REPETITION_PENALTY)?;
-    let most = MAX_ADDITIVE_PENALTY;
-    in_range("sampling.presence_penalty", sampling.presence_penalty, -most, most)?;
-    in_range("sampling.frequency_penalty", sampling.frequency_penalty, -most, most)?;
-    if sampling.logprobs > MAX_LOGPROBS {
-        let problem = format!("is {}, the limit is {MAX_LOGPROBS}", sampling.logprobs);
-        return Err(RequestError::invalid("sampling.logprobs", problem));
-    }
-    check_stops(sampling)?;
-    check_token_ids("sampling.stop_token_ids", &sampling.stop_token_ids, vocab_size)
-}
-
-fn check_stops(sampling: &v1::SamplingParams) -> Result<(), RequestError> {
-    let too_many = |field, got: usize, limit: usize| {
-        Err(RequestError::invalid(field, format!("has {got} entries, the limit is {limit}")))
-    };
-    if sampling.stop.len() > MAX_STOPS {
-        return too_many("sampling.stop", sampling.stop.len(), MAX_STOPS);
-    }
-    if sampling.stop_token_ids.len() > MAX_STOP_TOKENS {
-        return too_many("sampling.stop_token_ids", sampling.stop_token_ids.len(), MAX_STOP_TOKENS);
-    }
-    match sampling.stop.iter().enumerate().find(|(_, stop)| stop.is_empty() || stop.len() > MAX_STOP_BYTES) {
-        Some((index, stop)) => {
-            let problem =
-                format!("has an entry of {} bytes at index {index}, allowed are 1 to {MAX_STOP_BYTES}", stop.len());
-            Err(RequestError::invalid("sampling.stop", problem))
         }
         None => Ok(()),
     }
@@ -212,12 +143,9 @@ mod tests {
         check_request(&request, 100).unwrap_err().to_string()
     }
 
-    fn refused_sampling(change: impl FnOnce(&mut v1::SamplingParams)) -> String {
-        refused(|request| change(request.sampling.as_mut().unwrap()))
-    }
-
     #[test]
     fn every_bad_field_is_named_with_its_value() {
+        let params = v1::SamplingParams { temperature: Some(-0.5), ..Default::default() };
         let cases = [
             (refused(|r| r.input = None), "input: is missing"),
             (refused(|r| r.input = Some(Input::Prompt(String::new()))), "prompt: is empty"),
@@ -228,29 +156,7 @@ mod tests {
             ),
             (refused(|r| r.request_id = "x".repeat(129)), "request_id: has 129 bytes, the limit is 128"),
             (refused(|r| r.request_id = "a\nb".into()), "request_id: has a control character"),
-            (refused_sampling(|s| s.max_tokens = Some(0)), "sampling.max_tokens: is 0, at least 1"),
-            (
-                refused_sampling(|s| s.temperature = Some(f32::NAN)),
-                "sampling.temperature: is NaN, allowed are 0 to 100",
-            ),
-            (refused_sampling(|s| s.temperature = Some(-0.5)), "sampling.temperature: is -0.5"),
-            (refused_sampling(|s| s.temperature = Some(f32::INFINITY)), "sampling.temperature: is inf"),
-            (refused_sampling(|s| s.top_p = Some(0.0)), "sampling.top_p: is 0, allowed is more than 0, up to 1"),
-            (refused_sampling(|s| s.top_p = Some(1.5)), "sampling.top_p: is 1.5"),
-            (refused_sampling(|s| s.top_p = Some(f32::NAN)), "sampling.top_p: is NaN"),
-            (refused_sampling(|s| s.min_p = Some(-0.1)), "sampling.min_p: is -0.1, allowed are 0 to 1"),
-            (refused_sampling(|s| s.repetition_penalty = Some(0.0)), "sampling.repetition_penalty: is 0"),
-            (
-                refused_sampling(|s| s.presence_penalty = Some(3.0)),
-                "sampling.presence_penalty: is 3, allowed are -2 to 2",
-            ),
-            (refused_sampling(|s| s.frequency_penalty = Some(f32::NAN)), "sampling.frequency_penalty: is NaN"),
-            (refused_sampling(|s| s.logprobs = 21), "sampling.logprobs: is 21, the limit is 20"),
-            (refused_sampling(|s| s.stop = vec!["x".into(); 17]), "sampling.stop: has 17 entries, the limit is 16"),
-            (refused_sampling(|s| s.stop = vec![String::new()]), "sampling.stop: has an entry of 0 bytes at index 0"),
-            (refused_sampling(|s| s.stop = vec!["x".repeat(257)]), "sampling.stop: has an entry of 257 bytes"),
-            (refused_sampling(|s| s.stop_token_ids = vec![100]), "sampling.stop_token_ids: has 100 at index 0"),
-            (refused_sampling(|s| s.stop_token_ids = vec![1; 65]), "sampling.stop_token_ids: has 65 entries"),
+            (refused(|r| r.sampling = Some(params.clone())), "sampling.temperature: is -0.5, allowed are 0 to 100"),
         ];
         for (got, expected) in cases {
             assert!(got.starts_with(expected), "got {got:?}, expected {expected:?}");

@@ -2,7 +2,8 @@
 //! Invariant: what passes here cannot make the engine, the sampler or a kernel fail.
 
 use lockstep_proto::{
-    status::Class,
+    sampling::{self, FieldError, MAX_SEQUENCE_STOP_TOKENS},
+    status::{Class, RETRY_AFTER},
     v1::{self, sequence_event::Event},
 };
 use tonic::Status;
@@ -14,13 +15,6 @@ use crate::{
     },
 };
 
-/// Most log-probabilities of one token.
-const MAX_LOGPROBS: u32 = 20;
-/// Most stop tokens of one sequence.
-const MAX_STOP_TOKENS: usize = 256;
-/// When an overloaded engine should be asked again.
-const RETRY_AFTER: std::time::Duration = std::time::Duration::from_millis(500);
-
 /// The sequence that a request describes; absent sampling fields take their defaults.
 ///
 /// # Errors
@@ -29,63 +23,42 @@ pub(super) fn sequence_request(request: v1::RunSequenceRequest, vocab_size: usiz
     if request.token_ids.is_empty() {
         return Err(invalid("token_ids is empty"));
     }
-    check_token_ids("token_ids", &request.token_ids, vocab_size)?;
-    check_token_ids("eos_token_ids", &request.eos_token_ids, vocab_size)?;
+    sampling::check_token_ids("token_ids", &request.token_ids, vocab_size).map_err(refused)?;
+    sampling::check_token_ids("eos_token_ids", &request.eos_token_ids, vocab_size).map_err(refused)?;
     let params = request.sampling.ok_or_else(|| invalid("sampling is missing"))?;
-    let sampling = sampling(params, request.eos_token_ids, vocab_size)?;
+    sampling::check(&params, vocab_size).map_err(refused)?;
+    let sampling = sampling_of(params, request.eos_token_ids)?;
     Ok(SequenceRequest { request_id: request.request_id, prompt: request.token_ids, sampling })
 }
 
-fn sampling(params: v1::SamplingParams, eos_token_ids: Vec<u32>, vocab_size: usize) -> Result<Sampling, Status> {
-    let max_tokens = params.max_tokens.filter(|max_tokens| *max_tokens > 0);
-    check_token_ids("sampling.stop_token_ids", &params.stop_token_ids, vocab_size)?;
+fn sampling_of(params: v1::SamplingParams, eos_token_ids: Vec<u32>) -> Result<Sampling, Status> {
     let mut stop_token_ids = params.stop_token_ids;
     stop_token_ids.extend(eos_token_ids);
-    if stop_token_ids.len() > MAX_STOP_TOKENS {
-        return Err(invalid(format!("{} stop tokens, at most {MAX_STOP_TOKENS} are allowed", stop_token_ids.len())));
+    let (got, limit) = (stop_token_ids.len(), MAX_SEQUENCE_STOP_TOKENS);
+    if got > limit {
+        return Err(invalid(format!("{got} tokens would end the sequence, at most {limit} are allowed")));
     }
-    if params.logprobs > MAX_LOGPROBS {
-        return Err(invalid(format!("sampling.logprobs is {}, at most {MAX_LOGPROBS} is allowed", params.logprobs)));
-    }
-    let penalty = |value: Option<f32>| value.unwrap_or(0.0);
     Ok(Sampling {
-        max_tokens: max_tokens.ok_or_else(|| invalid("sampling.max_tokens is absent or 0, expected at least 1"))?
-            as usize,
-        temperature: within("temperature", params.temperature.unwrap_or(1.0), 0.0, f32::MAX)?,
-        top_p: within("top_p", params.top_p.unwrap_or(1.0), f32::MIN_POSITIVE, 1.0)?,
+        max_tokens: params.max_tokens.ok_or_else(|| invalid("sampling.max_tokens is absent"))? as usize,
+        temperature: params.temperature.unwrap_or(1.0),
+        top_p: params.top_p.unwrap_or(1.0),
         top_k: params.top_k.unwrap_or(0) as usize,
-        min_p: within("min_p", params.min_p.unwrap_or(0.0), 0.0, 1.0)?,
+        min_p: params.min_p.unwrap_or(0.0),
         seed: params.seed.ok_or_else(|| invalid("sampling.seed is absent"))?,
-        repetition_penalty: within(
-            "repetition_penalty",
-            params.repetition_penalty.unwrap_or(1.0),
-            f32::MIN_POSITIVE,
-            f32::MAX,
-        )?,
-        presence_penalty: within("presence_penalty", penalty(params.presence_penalty), f32::MIN, f32::MAX)?,
-        frequency_penalty: within("frequency_penalty", penalty(params.frequency_penalty), f32::MIN, f32::MAX)?,
+        repetition_penalty: params.repetition_penalty.unwrap_or(1.0),
+        presence_penalty: params.presence_penalty.unwrap_or(0.0),
+        frequency_penalty: params.frequency_penalty.unwrap_or(0.0),
         stop_token_ids,
         logprobs: params.logprobs as usize,
     })
 }
 
-fn within(field: &str, value: f32, least: f32, most: f32) -> Result<f32, Status> {
-    if value >= least && value <= most {
-        Ok(value)
-    } else {
-        Err(invalid(format!("sampling.{field} is {value}, expected {least} to {most}")))
-    }
-}
-
-fn check_token_ids(field: &str, token_ids: &[u32], vocab_size: usize) -> Result<(), Status> {
-    match token_ids.iter().find(|token_id| **token_id as usize >= vocab_size) {
-        Some(token_id) => Err(invalid(format!("{field} has {token_id}, the vocabulary ends at {vocab_size}"))),
-        None => Ok(()),
-    }
-}
-
 fn invalid(message: impl Into<String>) -> Status {
     Class::InvalidRequest.status(message)
+}
+
+fn refused(FieldError { field, problem }: FieldError) -> Status {
+    invalid(format!("{field}: {problem}"))
 }
 
 /// The status of a failure of this worker.
@@ -185,18 +158,14 @@ mod tests {
     #[test]
     fn bad_fields_are_named() {
         type Change = fn(&mut v1::RunSequenceRequest, &mut v1::SamplingParams);
-        let cases: [(Change, &str); 11] = [
+        let cases: [(Change, &str); 7] = [
             (|request, _| request.token_ids.clear(), "token_ids is empty"),
-            (|request, _| request.token_ids.push(10), "token_ids has 10"),
-            (|request, _| request.eos_token_ids.push(11), "eos_token_ids has 11"),
-            (|_, params| params.max_tokens = Some(0), "max_tokens"),
-            (|_, params| params.seed = None, "seed"),
-            (|_, params| params.temperature = Some(f32::NAN), "temperature is NaN"),
-            (|_, params| params.temperature = Some(-1.0), "temperature is -1"),
-            (|_, params| params.top_p = Some(0.0), "top_p is 0"),
-            (|_, params| params.min_p = Some(1.5), "min_p is 1.5"),
-            (|_, params| params.presence_penalty = Some(f32::INFINITY), "presence_penalty is inf"),
-            (|_, params| params.logprobs = 21, "logprobs is 21"),
+            (|request, _| request.token_ids.push(10), "token_ids: has 10 at index 2"),
+            (|request, _| request.eos_token_ids.push(11), "eos_token_ids: has 11"),
+            (|request, _| request.eos_token_ids = vec![3; 257], "257 tokens would end the sequence"),
+            (|_, params| params.max_tokens = None, "max_tokens is absent"),
+            (|_, params| params.seed = None, "seed is absent"),
+            (|_, params| params.temperature = Some(f32::NAN), "sampling.temperature: is NaN"),
         ];
         for (change, expected) in cases {
             let status = sequence_request(request(change), 10).unwrap_err();
