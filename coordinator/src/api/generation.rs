@@ -49,7 +49,9 @@ pub struct Generation {
     finish: Option<v1::Finish>,
     first_token: Option<Instant>,
     last_token: Option<Instant>,
-    completion_tokens: u32,
+    queue_ms: f64,
+    received_tokens: u32,
+    released_tokens: u32,
     outcome: &'static str,
 }
 
@@ -78,7 +80,9 @@ impl Generation {
             finish: None,
             first_token: None,
             last_token: None,
-            completion_tokens: 0,
+            queue_ms: 0.0,
+            received_tokens: 0,
+            released_tokens: 0,
             outcome: Class::Cancelled.reason(),
         })
     }
@@ -133,17 +137,19 @@ impl Generation {
         }
         self.first_token.get_or_insert(now);
         self.last_token = Some(now);
-        self.completion_tokens += count;
+        self.received_tokens += count;
+        self.queue_ms = tokens.queue_ms.unwrap_or(self.queue_ms);
         self.running.metrics.completion_tokens.increment(u64::from(count));
         // The first tokens prove that the prompt is computed.
-        let prompt = if self.completion_tokens == count { self.running.prompt_tokens } else { 0 };
+        let prompt = if self.received_tokens == count { self.running.prompt_tokens } else { 0 };
         self.running.load.done(u64::from(count + prompt));
 
         let mut delta = v1::Delta::default();
         let is_stopped =
             self.output.push(tokens, &mut delta).map_err(|error| RequestError::Internal(error.to_string()))?;
+        self.released_tokens += delta.token_ids.len() as u32;
         if is_stopped {
-            self.end(v1::FinishReason::Stop, None, 0.0);
+            self.end(v1::FinishReason::Stop, 0);
         }
         Ok(delta)
     }
@@ -152,22 +158,24 @@ impl Generation {
         let mut delta = v1::Delta::default();
         let is_stopped = self.output.finish(&mut delta);
         let reason = if is_stopped { v1::FinishReason::Stop } else { finish.reason() };
-        self.end(reason, finish.usage, finish.timings.unwrap_or_default().queue_ms);
+        self.released_tokens += delta.token_ids.len() as u32;
+        self.queue_ms = finish.timings.unwrap_or_default().queue_ms;
+        self.end(reason, finish.usage.unwrap_or_default().cached_tokens);
         delta
     }
 
-    /// Prepares the last message. `usage` is the worker's; where a stop text cut it off, what was received counts.
-    fn end(&mut self, reason: v1::FinishReason, usage: Option<v1::Usage>, queue_ms: f64) {
+    /// Prepares the last message.
+    fn end(&mut self, reason: v1::FinishReason, cached_tokens: u32) {
         let millis = |from: Instant, to: Option<Instant>| to.map_or(0.0, |to| (to - from).as_secs_f64() * 1e3);
         let timings = v1::Timings {
-            queue_ms,
+            queue_ms: self.queue_ms,
             ttft_ms: millis(self.running.accepted, self.first_token),
             decode_ms: self.first_token.map_or(0.0, |first| millis(first, self.last_token)),
         };
-        let counted = v1::Usage {
+        let usage = v1::Usage {
             prompt_tokens: self.running.prompt_tokens,
-            completion_tokens: self.completion_tokens,
-            cached_tokens: 0,
+            completion_tokens: self.released_tokens,
+            cached_tokens,
         };
         self.outcome = match reason {
             v1::FinishReason::Stop => "stop",
@@ -175,8 +183,7 @@ impl Generation {
             v1::FinishReason::Cancelled => Class::Cancelled.reason(),
             v1::FinishReason::Error | v1::FinishReason::Unspecified => "error",
         };
-        let usage = Some(usage.unwrap_or(counted));
-        self.finish = Some(v1::Finish { reason: reason.into(), usage, timings: Some(timings) });
+        self.finish = Some(v1::Finish { reason: reason.into(), usage: Some(usage), timings: Some(timings) });
     }
 
     fn response(&self, event: Event) -> v1::GenerateResponse {

@@ -71,7 +71,9 @@ async fn stop_text_ends_the_stream_and_the_sequence() {
     let got = collect(stream.into_inner()).await.unwrap();
     assert_eq!(got.text, "one tw");
     assert_eq!(got.token_ids.len(), 6);
-    assert_eq!(got.finish.unwrap().reason(), v1::FinishReason::Stop);
+    let finish = got.finish.unwrap();
+    assert_eq!((finish.reason(), finish.usage.unwrap().completion_tokens), (v1::FinishReason::Stop, 6));
+    assert_eq!(finish.timings.unwrap().queue_ms, 0.25);
     assert!(state.last_sequence.lock().unwrap().as_ref().unwrap().sampling.as_ref().unwrap().stop.is_empty());
     eventually("cancelling the sequence", || state.num_cancelled.load(Ordering::SeqCst) == 1).await;
 }

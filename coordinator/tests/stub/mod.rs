@@ -166,7 +166,11 @@ async fn spell(
         let token_id = u32::from(script[index % script.len()]);
         let chosen = Some(v1::TokenLogprob { token_id, logprob: -0.5, text: String::new() });
         let logprobs = (sampling.logprobs > 0).then_some(v1::TokenLogprobs { chosen, top: Vec::new() });
-        let tokens = v1::SequenceTokens { token_ids: vec![token_id], logprobs: logprobs.into_iter().collect() };
+        let tokens = v1::SequenceTokens {
+            token_ids: vec![token_id],
+            logprobs: logprobs.into_iter().collect(),
+            queue_ms: (index == 0).then_some(0.25),
+        };
         if sender.send(Ok(event(v1::sequence_event::Event::Tokens(tokens)))).await.is_err() {
             return false;
         }

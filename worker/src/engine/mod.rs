@@ -131,6 +131,8 @@ pub enum SequenceOutput {
         token_id: u32,
         /// If asked for.
         logprobs: Option<Logprobs>,
+        /// With the first token: how long the sequence waited for its first step.
+        queue_ms: Option<f64>,
     },
     /// The last output.
     Finished {
@@ -311,7 +313,9 @@ impl Engine {
             Choice::Token(token_id, _) if sequence.stop_token_ids.contains(&token_id) => (0, Some(FinishReason::Stop)),
             Choice::Token(token_id, logprobs) => {
                 sequence.push(token_id, now);
-                outputs.push((id, SequenceOutput::Token { token_id, logprobs }));
+                let stats = sequence.stats(now);
+                let queue_ms = (stats.completion_tokens == 1).then_some(stats.queue_ms);
+                outputs.push((id, SequenceOutput::Token { token_id, logprobs, queue_ms }));
                 (1, (sequence.tokens.len() >= sequence.max_tokens).then_some(FinishReason::Length))
             }
         };

@@ -81,7 +81,8 @@ pub(super) fn sequence_events(outputs: Vec<SequenceOutput>) -> Vec<v1::SequenceE
     let mut finish = None;
     for output in outputs {
         match output {
-            SequenceOutput::Token { token_id, logprobs } => {
+            SequenceOutput::Token { token_id, logprobs, queue_ms } => {
+                tokens.queue_ms = tokens.queue_ms.or(queue_ms);
                 tokens.token_ids.push(token_id);
                 tokens.logprobs.extend(logprobs.map(token_logprobs));
             }

@@ -160,7 +160,7 @@ pub async fn run(leader: &LeaderHandle, request: SequenceRequest) -> Vec<(u32, L
     let mut tokens = Vec::new();
     while let Some(output) = running.outputs.recv().await {
         match output {
-            SequenceOutput::Token { token_id, logprobs } => tokens.push((token_id, logprobs.unwrap())),
+            SequenceOutput::Token { token_id, logprobs, .. } => tokens.push((token_id, logprobs.unwrap())),
             SequenceOutput::Finished { .. } => return tokens,
         }
     }
