@@ -9,6 +9,8 @@ use lockstep_proto::{
 };
 use tonic::Status;
 
+use crate::served::BreakCause;
+
 /// A failure of the coordinator itself (requests fail with their own errors).
 #[derive(Debug, thiserror::Error)]
 pub enum CoordinatorError {
@@ -77,7 +79,7 @@ pub enum RequestError {
     ShuttingDown,
     /// The replica that ran the request broke.
     #[error("the replica that served the request was lost: {0}")]
-    ReplicaLost(String),
+    ReplicaLost(BreakCause),
     /// The client's deadline passed.
     #[error("the request's deadline passed")]
     Deadline,
@@ -102,12 +104,13 @@ impl RequestError {
         Self::Invalid { field, problem: problem.into() }
     }
 
-    /// What a worker answered.
+    /// What a worker answered. What went wrong inside it is not the client's to read.
     pub fn from_worker(status: &Status) -> Self {
-        Self::Worker {
-            class: Class::of(status),
-            message: status.message().to_owned(),
-            retry_after: Class::retry_after(status),
+        match Class::of(status) {
+            Class::Internal => Self::Internal(BreakCause::WorkerFailed.to_string()),
+            class => {
+                Self::Worker { class, message: status.message().to_owned(), retry_after: Class::retry_after(status) }
+            }
         }
     }
 

@@ -64,7 +64,7 @@ impl Router {
             .filter(|replica| replica.is_ready())
             .min_by_key(|replica| replica.outstanding_tokens())
             .map(|replica| ReplicaLoad::new(Arc::clone(replica), tokens))
-            .ok_or_else(|| RequestError::NotReady { model: model.spec.name.clone(), problem: model.explain() })
+            .ok_or_else(|| RequestError::NotReady { model: model.spec.name.clone(), problem: model.explain().public })
     }
 }
 

@@ -4,16 +4,17 @@
 
 use std::{
     collections::BTreeMap,
+    fmt,
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
 };
 
 use lockstep_model::{ChatTemplate, Tokenizer};
-use lockstep_proto::v1::worker_client::WorkerClient;
+use lockstep_proto::v1::{self, worker_client::WorkerClient};
 use lockstep_sharding::{ModelShape, ReplicaPlan, ShardPlan};
-use tokio::sync::watch;
+use tokio::{sync::watch, time::Instant};
 use tonic::transport::Channel;
 
 use crate::config::ModelSpec;
@@ -48,8 +49,8 @@ pub struct ServedModel {
     /// Replicas that took requests when this was published.
     pub num_ready: usize,
     /// Why it does not serve, or not fully.
-    pub problem: Option<String>,
-    /// Attempts to describe, plan or load that failed since it last served.
+    pub problem: Option<Problem>,
+    /// Attempts to describe, plan, load or serve that failed in a row.
     pub failed_attempts: u32,
 }
 
@@ -68,12 +69,76 @@ impl ServedModel {
         }
     }
 
-    /// Why no replica takes requests, in words.
-    pub fn explain(&self) -> String {
-        self.problem.clone().unwrap_or_else(|| {
-            if self.replicas.is_empty() { "it is being planned".into() } else { "it is being loaded".into() }
+    /// Why no replica takes requests.
+    pub fn explain(&self) -> Problem {
+        let progress = if self.replicas.is_empty() { "it is being planned" } else { "it is being loaded" };
+        self.problem.clone().unwrap_or_else(|| Problem::new(progress, progress))
+    }
+}
+
+/// What is wrong with a model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Problem {
+    /// For clients: without workers, addresses and paths.
+    pub public: String,
+    /// For operators.
+    pub detail: String,
+}
+
+impl Problem {
+    /// One thing in two words.
+    pub fn new(public: impl Into<String>, detail: impl Into<String>) -> Self {
+        Self { public: public.into(), detail: detail.into() }
+    }
+
+    /// It, and what led to it.
+    pub fn with_cause(self, cause: Option<&Self>) -> Self {
+        match cause {
+            Some(cause) => {
+                Self::new(format!("{}; {}", self.public, cause.public), format!("{}; {}", self.detail, cause.detail))
+            }
+            None => self,
+        }
+    }
+}
+
+/// What broke a replica, in words for clients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BreakCause {
+    /// A registration ended.
+    WorkerLost,
+    /// A worker calls its part broken or does not hold it.
+    WorkerFailed,
+    /// A worker was drained.
+    WorkerDrained,
+    /// A worker could not load its part.
+    NotLoaded,
+    /// It is not wanted any more.
+    Unloaded,
+    /// The end of this process.
+    ShuttingDown,
+}
+
+impl fmt::Display for BreakCause {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::WorkerLost => "a worker was lost",
+            Self::WorkerFailed => "a worker failed",
+            Self::WorkerDrained => "a worker was drained",
+            Self::NotLoaded => "a worker could not load it",
+            Self::Unloaded => "the model was unloaded",
+            Self::ShuttingDown => "the coordinator is shutting down",
         })
     }
+}
+
+/// How a replica broke.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Breakage {
+    /// For clients.
+    pub cause: BreakCause,
+    /// For operators.
+    pub detail: String,
 }
 
 /// Where a replica stands.
@@ -86,7 +151,14 @@ pub enum ReplicaState {
     /// Its running requests finish, it gets no new ones.
     Draining,
     /// It never serves again, and why.
-    Broken(String),
+    Broken(Breakage),
+}
+
+impl ReplicaState {
+    /// The last state of a replica.
+    pub fn broken(cause: BreakCause, detail: impl Into<String>) -> Self {
+        Self::Broken(Breakage { cause, detail: detail.into() })
+    }
 }
 
 /// A worker that holds ranks of a replica, as it was registered when the plan was made.
@@ -117,6 +189,7 @@ pub struct Replica {
     /// Bytes to load.
     pub total_bytes: AtomicU64,
     state: watch::Sender<ReplicaState>,
+    ready_at: OnceLock<Instant>,
     outstanding_tokens: AtomicU64,
     num_requests: AtomicU64,
 }
@@ -141,6 +214,7 @@ impl Replica {
             loaded_bytes: AtomicU64::new(0),
             total_bytes: AtomicU64::new(0),
             state: watch::Sender::new(ReplicaState::Loading),
+            ready_at: OnceLock::new(),
             outstanding_tokens: AtomicU64::new(0),
             num_requests: AtomicU64::new(0),
         }
@@ -166,6 +240,11 @@ impl Replica {
         !matches!(*self.state.borrow(), ReplicaState::Broken(_))
     }
 
+    /// When it began to take requests.
+    pub fn ready_at(&self) -> Option<Instant> {
+        self.ready_at.get().copied()
+    }
+
     /// Moves on to `state`; says whether it did. A state is never left for an earlier one.
     pub fn advance(&self, state: ReplicaState) -> bool {
         let order = |state: &ReplicaState| match state {
@@ -177,6 +256,9 @@ impl Replica {
         self.state.send_if_modified(|current| {
             let is_later = order(&state) > order(current);
             if is_later {
+                if state == ReplicaState::Ready {
+                    self.ready_at.get_or_init(Instant::now);
+                }
                 *current = state;
             }
             is_later
@@ -191,6 +273,11 @@ impl Replica {
     /// Requests that it runs.
     pub fn num_requests(&self) -> u64 {
         self.num_requests.load(Ordering::Acquire)
+    }
+
+    /// Whether a worker's report is about a part of it.
+    pub fn is_meant_by(&self, report: &v1::ReplicaReport) -> bool {
+        report.model == self.model && report.plan_epoch == self.plan_epoch && report.replica as usize == self.index
     }
 
     /// Whether it has a rank on that registration of a worker.

@@ -56,10 +56,10 @@ impl v1::admin_server::Admin for AdminService {
 
     async fn get_plan(&self, request: Request<v1::GetPlanRequest>) -> Result<Response<v1::GetPlanResponse>, Status> {
         let model = self.router.model(&request.into_inner().model)?;
-        let plan = model
-            .plan
-            .as_ref()
-            .ok_or_else(|| RequestError::NotReady { model: model.spec.name.clone(), problem: model.explain() })?;
+        let plan = model.plan.as_ref().ok_or_else(|| RequestError::NotReady {
+            model: model.spec.name.clone(),
+            problem: model.explain().detail,
+        })?;
         let plan_json = serde_json::to_string_pretty(plan.as_ref())
             .map_err(|error| RequestError::Internal(format!("the plan cannot be shown: {error}")))?;
         Ok(Response::new(v1::GetPlanResponse { plan_epoch: model.plan_epoch, plan_json }))
@@ -71,7 +71,7 @@ impl v1::admin_server::Admin for AdminService {
     ) -> Result<Response<Self::LoadModelStream>, Status> {
         let spec = spec_of(request.into_inner())?;
         let name = spec.name.clone();
-        self.planner.load(spec).await?;
+        let is_new = self.planner.load(spec).await?;
         let (router, planner) = (self.router.clone(), self.planner.clone());
         // `Some(name)` until the last message is sent.
         let progress = stream::unfold(Some(name), move |name| {
@@ -83,8 +83,10 @@ impl v1::admin_server::Admin for AdminService {
                     Ok(progress) if progress.ready => Some((Ok(progress), None)),
                     Ok(progress) => Some((Ok(progress), Some(name))),
                     Err(error) => {
-                        // A model that never served is not kept; the caller may correct the request and try again.
-                        let _ = planner.unload(name).await;
+                        // What this order brought in and never served is not kept: the caller may correct the order.
+                        if is_new {
+                            let _ = planner.discard(name).await;
+                        }
                         Some((Err(Status::from(error)), None))
                     }
                 }
@@ -110,7 +112,7 @@ impl v1::admin_server::Admin for AdminService {
     }
 }
 
-/// The model that a request asks for; it needs as many workers as its policy names ranks at least one.
+/// The model that a request asks for. It waits until there are devices enough for its policy.
 fn spec_of(request: v1::LoadModelRequest) -> Result<ModelSpec, RequestError> {
     if request.source.is_empty() {
         return Err(RequestError::invalid("source", "is empty, expected a path on the workers"));
@@ -136,7 +138,7 @@ fn spec_of(request: v1::LoadModelRequest) -> Result<ModelSpec, RequestError> {
 fn load_progress(router: &Router, name: &str) -> Result<v1::LoadModelProgress, RequestError> {
     let model = router.model(name)?;
     if model.failed_attempts > 0 && !model.is_ready() {
-        return Err(RequestError::NotReady { model: name.into(), problem: model.explain() });
+        return Err(RequestError::NotReady { model: name.into(), problem: model.explain().detail });
     }
     let sum = |count: fn(&Replica) -> u64| model.replicas.iter().map(|replica| count(replica)).sum();
     Ok(v1::LoadModelProgress {
@@ -157,7 +159,7 @@ fn model_status(model: &ServedModel, live: &Workers) -> v1::ModelStatus {
         source: model.spec.source.clone(),
         plan_epoch: model.plan_epoch,
         replicas: model.replicas.iter().map(|replica| replica_status(replica, live)).collect(),
-        problem: model.problem.clone().unwrap_or_default(),
+        problem: model.problem.as_ref().map_or_else(String::new, |problem| problem.detail.clone()),
     }
 }
 
@@ -166,7 +168,7 @@ fn replica_status(replica: &Replica, live: &Workers) -> v1::ReplicaStatus {
         ReplicaState::Loading => (v1::ReplicaState::Loading, String::new()),
         ReplicaState::Ready => (v1::ReplicaState::Ready, String::new()),
         ReplicaState::Draining => (v1::ReplicaState::Draining, String::new()),
-        ReplicaState::Broken(reason) => (v1::ReplicaState::Broken, reason),
+        ReplicaState::Broken(breakage) => (v1::ReplicaState::Broken, breakage.detail),
     };
     let ranks = replica.plan.stages.iter().enumerate().flat_map(|(stage_index, stage)| {
         stage.ranks.iter().map(move |rank| v1::RankStatus {
@@ -196,10 +198,5 @@ fn replica_status(replica: &Replica, live: &Workers) -> v1::ReplicaStatus {
 pub fn engine_status(replica: &Replica, live: &Workers) -> Option<v1::EngineStatus> {
     let leader = replica.members.first()?;
     let record = live.get(&leader.worker_id).filter(|record| record.session == leader.session)?;
-    let is_it = |report: &&v1::ReplicaReport| {
-        report.model == replica.model
-            && report.plan_epoch == replica.plan_epoch
-            && report.replica as usize == replica.index
-    };
-    record.replicas.iter().find(is_it)?.engine
+    record.replicas.iter().find(|report| replica.is_meant_by(report))?.engine
 }

@@ -16,7 +16,7 @@ use crate::{
     admission::Permit,
     error::RequestError,
     metrics::Metrics,
-    served::{ReplicaLoad, ReplicaState},
+    served::{BreakCause, Replica, ReplicaLoad, ReplicaState},
 };
 
 /// How long a broken stream waits to learn from the planner why it broke.
@@ -70,7 +70,7 @@ impl Generation {
         let call = guarded(leader.run_sequence(request), &mut state, running.deadline).await?;
         let events = match call {
             Ok(response) => response.into_inner(),
-            Err(status) => return Err(worker_error(&status, &mut state).await),
+            Err(status) => return Err(worker_error(&status, &running.load.replica).await),
         };
         Ok(Self {
             running,
@@ -114,7 +114,7 @@ impl Generation {
         loop {
             let message = match guarded(events.message(), &mut self.state, self.running.deadline).await? {
                 Ok(message) => message,
-                Err(status) => return Err(worker_error(&status, &mut self.state).await),
+                Err(status) => return Err(worker_error(&status, &self.running.load.replica).await),
             };
             match message.map(|message| message.event) {
                 Some(Some(v1::sequence_event::Event::Tokens(tokens))) => return self.take_tokens(tokens).map(Some),
@@ -122,7 +122,7 @@ impl Generation {
                 Some(None) => {}
                 None => {
                     let ended = Class::WorkerLost.status("the worker ended the stream before it was finished");
-                    return Err(worker_error(&ended, &mut self.state).await);
+                    return Err(worker_error(&ended, &self.running.load.replica).await);
                 }
             }
         }
@@ -212,25 +212,32 @@ async fn guarded<T>(
     tokio::select! {
         biased;
         done = work => Ok(done),
-        reason = broken(state) => Err(RequestError::ReplicaLost(reason)),
+        cause = broken(state) => Err(RequestError::ReplicaLost(cause)),
         () = passed => Err(RequestError::Deadline),
     }
 }
 
-/// Returns when the replica is broken, with the reason.
-async fn broken(state: &mut watch::Receiver<ReplicaState>) -> String {
+/// Returns when the replica is broken, with the cause.
+async fn broken(state: &mut watch::Receiver<ReplicaState>) -> BreakCause {
     match state.wait_for(|state| matches!(state, ReplicaState::Broken(_))).await.as_deref() {
-        Ok(ReplicaState::Broken(reason)) => reason.clone(),
-        _ => "it was withdrawn".into(),
+        Ok(ReplicaState::Broken(breakage)) => breakage.cause,
+        _ => BreakCause::Unloaded,
     }
 }
 
 /// What a worker's status means for the client. The planner often knows better why a connection broke.
-async fn worker_error(status: &Status, state: &mut watch::Receiver<ReplicaState>) -> RequestError {
-    match Class::of(status) {
-        Class::WorkerLost | Class::StaleEpoch | Class::NotReady | Class::Cancelled | Class::ShuttingDown => {
-            let reason = tokio::time::timeout(REASON_WAIT, broken(state)).await;
-            RequestError::ReplicaLost(reason.unwrap_or_else(|_| status.message().to_owned()))
+async fn worker_error(status: &Status, replica: &Replica) -> RequestError {
+    let class = Class::of(status);
+    tracing::info!(model = replica.model, class = class.reason(), error = status.message(), "a worker ended a request");
+    match class {
+        Class::StaleEpoch => {
+            // It would refuse every other request too.
+            replica.advance(ReplicaState::broken(BreakCause::WorkerFailed, status.message()));
+            RequestError::ReplicaLost(broken(&mut replica.watch()).await)
+        }
+        Class::WorkerLost | Class::NotReady | Class::Cancelled | Class::ShuttingDown => {
+            let cause = tokio::time::timeout(REASON_WAIT, broken(&mut replica.watch())).await;
+            RequestError::ReplicaLost(cause.unwrap_or(BreakCause::WorkerFailed))
         }
         _ => RequestError::from_worker(status),
     }

@@ -138,7 +138,7 @@ impl v1::inference_server::Inference for InferenceService {
 }
 
 fn described(model: &ServedModel) -> Result<Arc<ModelDescription>, RequestError> {
-    let not_ready = || RequestError::NotReady { model: model.spec.name.clone(), problem: model.explain() };
+    let not_ready = || RequestError::NotReady { model: model.spec.name.clone(), problem: model.explain().public };
     model.description.clone().ok_or_else(not_ready)
 }
 

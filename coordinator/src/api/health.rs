@@ -21,7 +21,7 @@ pub fn readiness(admission: &Admission, router: &Router) -> Result<(), String> {
     }
     match models.values().next() {
         None => Err("no model is loaded".into()),
-        Some(model) => Err(format!("model {:?} is not ready: {}", model.spec.name, model.explain())),
+        Some(model) => Err(format!("model {:?} is not ready: {}", model.spec.name, model.explain().public)),
     }
 }
 

@@ -48,6 +48,7 @@ impl MemoryRegistry {
             session: self.next_session.fetch_add(1, Ordering::Relaxed),
             last_heartbeat: Instant::now(),
             draining: false,
+            has_reported: false,
             replicas: Vec::new(),
         };
         let entered = self.workers.send_if_modified(|workers| {
@@ -69,6 +70,7 @@ impl Lease {
                 let record = Arc::make_mut(record);
                 record.last_heartbeat = Instant::now();
                 record.draining = heartbeat.draining;
+                record.has_reported = true;
                 record.replicas = heartbeat.replicas;
             }
         });

@@ -23,6 +23,8 @@ pub struct WorkerRecord {
     pub last_heartbeat: Instant,
     /// It takes no new work.
     pub draining: bool,
+    /// Its first heartbeat has come: only from then on is it known what it holds.
+    pub has_reported: bool,
     /// The replica parts that it holds.
     pub replicas: Vec<v1::ReplicaReport>,
 }

@@ -4,7 +4,9 @@
 
 mod model_state;
 mod reconciler;
+mod reports;
 mod topology;
+mod unloads;
 mod worker_calls;
 
 use std::{sync::Arc, time::Duration};
@@ -28,10 +30,13 @@ pub struct PlannerConfig {
     pub drain_timeout: Duration,
 }
 
+type Reply<T> = oneshot::Sender<Result<T, RequestError>>;
+
 enum Command {
-    Load(ModelSpec, oneshot::Sender<Result<(), RequestError>>),
-    Unload(String, oneshot::Sender<Result<(), RequestError>>),
-    DrainWorker(String, oneshot::Sender<Result<(), RequestError>>),
+    Load(ModelSpec, Reply<bool>),
+    Unload(String, Reply<()>),
+    Discard(String, Reply<()>),
+    DrainWorker(String, Reply<()>),
 }
 
 /// Commands the planner; cheap to clone.
@@ -57,11 +62,12 @@ impl Planner {
         self.models.clone()
     }
 
-    /// Wants a model from now on; returns before it is loaded. Wanting the same again changes nothing.
+    /// Wants a model from now on; returns before it is loaded, whether it is new. Wanting the same again only makes the
+    /// next attempt come at once.
     ///
     /// # Errors
     /// [`RequestError::ModelExists`] if the name stands for something else.
-    pub async fn load(&self, spec: ModelSpec) -> Result<(), RequestError> {
+    pub async fn load(&self, spec: ModelSpec) -> Result<bool, RequestError> {
         self.ask(|reply| Command::Load(spec, reply)).await
     }
 
@@ -73,6 +79,14 @@ impl Planner {
         self.ask(|reply| Command::Unload(name, reply)).await
     }
 
+    /// Unloads a model that never served; one that did stays.
+    ///
+    /// # Errors
+    /// [`RequestError::UnknownModel`].
+    pub async fn discard(&self, name: String) -> Result<(), RequestError> {
+        self.ask(|reply| Command::Discard(name, reply)).await
+    }
+
     /// Gives a worker no new work from now on.
     ///
     /// # Errors
@@ -81,10 +95,7 @@ impl Planner {
         self.ask(|reply| Command::DrainWorker(worker_id, reply)).await
     }
 
-    async fn ask(
-        &self,
-        command: impl FnOnce(oneshot::Sender<Result<(), RequestError>>) -> Command,
-    ) -> Result<(), RequestError> {
+    async fn ask<T>(&self, command: impl FnOnce(Reply<T>) -> Command) -> Result<T, RequestError> {
         let (reply, answer) = oneshot::channel();
         self.commands.send(command(reply)).await.map_err(|_| RequestError::ShuttingDown)?;
         answer.await.map_err(|_| RequestError::ShuttingDown)?

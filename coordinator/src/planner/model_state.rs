@@ -2,19 +2,23 @@
 
 use std::{sync::Arc, time::Duration};
 
-use lockstep_sharding::{Policy, ShardPlan};
+use lockstep_sharding::{PlanError, Policy, ShardPlan};
 use tokio::{sync::oneshot, time::Instant};
 
 use crate::{
     config::ModelSpec,
     error::RequestError,
-    served::{ModelDescription, Replica, ServedModel},
+    served::{BreakCause, Breakage, ModelDescription, Problem, Replica, ServedModel},
 };
 
 /// First wait after a failed attempt; doubles with each further one.
 const FIRST_BACKOFF: Duration = Duration::from_secs(1);
 /// Longest wait between attempts.
 const LONGEST_BACKOFF: Duration = Duration::from_secs(30);
+/// Between two looks whether there are devices enough.
+const DEVICES_POLL: Duration = Duration::from_secs(1);
+/// A replica that fails after less than this was not worth its load: the next one is waited with.
+const LEAST_SERVICE: Duration = Duration::from_secs(10);
 
 /// A model on its way out.
 pub struct Removal {
@@ -32,8 +36,6 @@ pub struct ModelState {
     pub description: Option<Arc<ModelDescription>>,
     /// A describe or plan task is under way.
     pub is_busy: bool,
-    /// Unload calls under way; no plan is made before they end, so that memory is free when it is loaded.
-    pub num_unloading: usize,
     /// The newest plan.
     pub plan: Option<Arc<ShardPlan>>,
     /// Its epoch.
@@ -43,10 +45,12 @@ pub struct ModelState {
     /// Replicas to have, by the policy or else by the first plan.
     pub wanted_replicas: Option<usize>,
     /// Why it does not serve, or not fully.
-    pub problem: Option<String>,
+    pub problem: Option<Problem>,
     /// How its last replica broke, until every wanted one serves again.
-    pub last_break: Option<String>,
-    /// Attempts that failed since it last served.
+    pub last_break: Option<Problem>,
+    /// A replica took requests.
+    pub has_served: bool,
+    /// Attempts that failed in a row; a replica that failed soon counts as one.
     pub failed_attempts: u32,
     /// No attempt before this.
     pub retry_at: Option<Instant>,
@@ -62,13 +66,13 @@ impl ModelState {
             spec,
             description: None,
             is_busy: false,
-            num_unloading: 0,
             plan: None,
             plan_epoch: 0,
             replicas: Vec::new(),
             wanted_replicas,
             problem: None,
             last_break: None,
+            has_served: false,
             failed_attempts: 0,
             retry_at: None,
             removal: None,
@@ -87,7 +91,7 @@ impl ModelState {
 
     /// Whether a new attempt to describe or plan should start now.
     pub fn needs_attempt(&self, now: Instant) -> bool {
-        let is_free = !self.is_busy && self.num_unloading == 0 && self.removal.is_none();
+        let is_free = !self.is_busy && self.removal.is_none();
         let is_due = self.retry_at.is_none_or(|at| at <= now);
         let is_short = self.num_live() < self.wanted_replicas.unwrap_or(1);
         is_free && is_due && is_short
@@ -106,38 +110,53 @@ impl ModelState {
     /// Notes a failed attempt and when the next may come.
     pub fn note_failure(&mut self, problem: String, now: Instant) {
         tracing::warn!(model = self.spec.name, problem, "model cannot be served");
+        self.back_off(now);
+        self.problem = Some(Problem::new("it cannot be loaded", problem).with_cause(self.last_break.as_ref()));
+    }
+
+    fn back_off(&mut self, now: Instant) {
         let doublings = self.failed_attempts.min(10);
         self.retry_at = Some(now + (FIRST_BACKOFF * 2_u32.pow(doublings)).min(LONGEST_BACKOFF));
         self.failed_attempts += 1;
-        let cause = self.last_break.as_ref().map(|cause| format!("; {cause}")).unwrap_or_default();
-        self.problem = Some(format!("{problem}{cause}"));
     }
 
     /// Notes that too few workers are there.
-    pub fn note_waiting(&mut self, num_usable: usize, needed: usize) {
-        let cause = self.last_break.as_ref().map(|cause| format!("; {cause}")).unwrap_or_default();
-        self.problem = Some(format!("waits for workers: {num_usable} of {needed} are registered{cause}"));
+    pub fn note_waiting_for_workers(&mut self, num_usable: usize, needed: usize) {
+        let text = format!("waits for workers: {num_usable} of {needed} are registered");
+        self.problem = Some(Problem::new(text.clone(), text).with_cause(self.last_break.as_ref()));
+    }
+
+    /// Notes that too few devices are there, which is no failure: more may come.
+    pub fn note_waiting_for_devices(&mut self, needed: &PlanError, now: Instant) {
+        let text = format!("waits for devices: {needed}");
+        self.problem = Some(Problem::new(text.clone(), text).with_cause(self.last_break.as_ref()));
+        self.retry_at = Some(now + DEVICES_POLL);
     }
 
     /// Notes that a replica broke, or was let go with its model.
-    pub fn note_break(&mut self, replica: &Replica, reason: &str) {
+    pub fn note_break(&mut self, replica: &Replica, breakage: &Breakage, now: Instant) {
         let (model, index, plan_epoch) = (&self.spec.name, replica.index, replica.plan_epoch);
         if self.removal.is_some() {
             tracing::info!(model, replica = index, plan_epoch, "replica freed");
             return;
         }
-        tracing::warn!(model, replica = index, plan_epoch, reason, "replica broke");
-        let text = format!("replica {index} broke: {reason}");
-        self.problem.get_or_insert_with(|| text.clone());
-        self.last_break = Some(text);
+        tracing::warn!(model, replica = index, plan_epoch, reason = breakage.detail, "replica broke");
+        let served = replica.ready_at().map_or(Duration::ZERO, |ready_at| now.saturating_duration_since(ready_at));
+        if served >= LEAST_SERVICE {
+            self.failed_attempts = 0;
+        } else if breakage.cause == BreakCause::WorkerFailed {
+            self.back_off(now);
+        }
+        let broke = |reason: &dyn std::fmt::Display| format!("replica {index} broke: {reason}");
+        let problem = Problem::new(broke(&breakage.cause), broke(&breakage.detail));
+        self.problem.get_or_insert_with(|| problem.clone());
+        self.last_break = Some(problem);
     }
 
-    /// Forgets the problem if every wanted replica serves.
+    /// Forgets the problem if every wanted replica serves. Failed attempts count until one has served for a while.
     pub fn note_progress(&mut self) {
         let num_ready = self.num_ready();
-        if num_ready > 0 {
-            self.failed_attempts = 0;
-        }
+        self.has_served |= num_ready > 0;
         if num_ready >= self.wanted_replicas.unwrap_or(1) {
             self.problem = None;
             self.last_break = None;

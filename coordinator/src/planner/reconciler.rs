@@ -1,15 +1,17 @@
 //! The planner's task: compares what is wanted with what is there and starts the work that closes the gap.
 //! Invariants: plan epochs only grow, also over restarts; a device never holds two live replicas of one model;
-//! a model is planned anew only after what its broken replicas held was freed.
+//! nothing is planned while parts are being freed; what a worker holds and nobody wants is freed.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     future::Future,
+    panic::AssertUnwindSafe,
     sync::Arc,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use lockstep_proto::{v1, v1::worker_client::WorkerClient};
+use futures::FutureExt;
+use lockstep_proto::v1;
 use lockstep_sharding::{PlanError, ShardPlan};
 use rand::RngCore;
 use tokio::{
@@ -18,18 +20,19 @@ use tokio::{
     time::Instant,
 };
 use tokio_util::sync::CancellationToken;
-use tonic::transport::Channel;
 
 use super::{
     Command, PlannerConfig,
     model_state::{ModelState, Removal},
-    topology, worker_calls,
+    reports, topology,
+    unloads::{Part, Unloads},
+    worker_calls::{self, KnownWorker},
 };
 use crate::{
     cluster::Workers,
     config::ModelSpec,
     error::RequestError,
-    served::{Member, ModelDescription, ModelTable, Replica, ReplicaState},
+    served::{BreakCause, ModelDescription, ModelTable, Replica, ReplicaState},
 };
 
 /// How often waits (backoff, draining) are looked at.
@@ -42,15 +45,8 @@ enum Event {
     Described { model: String, outcome: Result<Arc<ModelDescription>, String> },
     Planned { model: String, outcome: Result<ShardPlan, PlanError> },
     Loaded { replica: Arc<Replica>, outcome: Result<(), String> },
-    Unloaded { model: String },
+    Unloaded { part: Part },
     Drained,
-}
-
-/// A registration as the reconciler last saw it.
-struct KnownWorker {
-    session: u64,
-    client: WorkerClient<Channel>,
-    is_draining: bool,
 }
 
 /// All state of the planner.
@@ -60,6 +56,7 @@ pub struct Reconciler {
     published: watch::Sender<ModelTable>,
     workers: BTreeMap<String, KnownWorker>,
     models: BTreeMap<String, ModelState>,
+    unloads: Unloads,
     last_epoch: u64,
     tasks: JoinSet<Event>,
 }
@@ -72,7 +69,16 @@ impl Reconciler {
         published: watch::Sender<ModelTable>,
     ) -> Self {
         let models = config.model.iter().map(|spec| (spec.name.clone(), ModelState::new(spec.clone()))).collect();
-        Self { config, registry, published, workers: BTreeMap::new(), models, last_epoch: 0, tasks: JoinSet::new() }
+        Self {
+            config,
+            registry,
+            published,
+            workers: BTreeMap::new(),
+            models,
+            unloads: Unloads::default(),
+            last_epoch: 0,
+            tasks: JoinSet::new(),
+        }
     }
 
     /// Reconciles until `closing`; then breaks what is left, so that no request waits for it.
@@ -91,22 +97,22 @@ impl Reconciler {
                 Some(command) = commands.recv() => self.obey(command, Instant::now()),
                 Some(done) = self.tasks.join_next() => match done {
                     Ok(event) => self.take(event, Instant::now()),
-                    Err(error) => tracing::error!(%error, "a planner task panicked"),
+                    Err(error) => tracing::error!(%error, "a planner task ended without an event"),
                 },
                 Ok(()) = self.registry.changed() => {}
                 _ = tick.tick() => {}
             }
         }
         for replica in self.models.values().flat_map(|model| &model.replicas) {
-            replica.advance(ReplicaState::Broken("the coordinator is shutting down".into()));
+            replica.advance(ReplicaState::broken(BreakCause::ShuttingDown, "the coordinator is shutting down"));
         }
     }
 
     fn reconcile(&mut self, live: &Workers, now: Instant) {
         self.follow_workers(live);
-        self.break_reported(live);
+        reports::break_reported(&self.models, live);
         self.drain_replicas(now);
-        self.free_broken();
+        self.free_unwanted(live, now);
         self.remove_unloaded();
         self.start_attempts(live, now);
         self.publish();
@@ -125,16 +131,25 @@ impl Reconciler {
             self.workers.remove(&worker_id);
             for replica in self.models.values().flat_map(|model| &model.replicas) {
                 if replica.uses(&worker_id, session) {
-                    replica.advance(ReplicaState::Broken(format!("worker {worker_id} was lost")));
+                    let detail = format!("worker {worker_id} was lost");
+                    replica.advance(ReplicaState::broken(BreakCause::WorkerLost, detail));
                 }
             }
         }
         for (worker_id, record) in live.iter() {
             match self.workers.get_mut(worker_id) {
-                Some(known) => known.is_draining |= record.draining,
+                Some(known) => {
+                    known.has_reported |= record.has_reported;
+                    known.is_draining |= record.draining;
+                }
                 None => match worker_calls::client(&record.hello.address) {
                     Ok(client) => {
-                        let known = KnownWorker { session: record.session, client, is_draining: record.draining };
+                        let known = KnownWorker {
+                            session: record.session,
+                            client,
+                            has_reported: record.has_reported,
+                            is_draining: record.draining,
+                        };
                         self.workers.insert(worker_id.clone(), known);
                         has_changed = true;
                     }
@@ -147,21 +162,6 @@ impl Reconciler {
         }
     }
 
-    /// Breaks replicas that one of their workers calls broken.
-    fn break_reported(&mut self, live: &Workers) {
-        for (worker_id, record) in live.iter() {
-            for report in record.replicas.iter().filter(|report| !report.problem.is_empty()) {
-                let Some(model) = self.models.get(&report.model) else { continue };
-                for replica in &model.replicas {
-                    let is_meant = replica.plan_epoch == report.plan_epoch && replica.index as u32 == report.replica;
-                    if is_meant && replica.uses(worker_id, record.session) {
-                        replica.advance(ReplicaState::Broken(format!("worker {worker_id}: {}", report.problem)));
-                    }
-                }
-            }
-        }
-    }
-
     /// Stops admission to replicas that must go, and lets go of those that have finished.
     fn drain_replicas(&mut self, now: Instant) {
         for model in self.models.values() {
@@ -171,53 +171,72 @@ impl Reconciler {
                     .members
                     .iter()
                     .find(|member| self.workers.get(&member.worker_id).is_some_and(|known| known.is_draining));
-                let reason = match (&model.removal, leaves) {
-                    (Some(_), _) => "the model was unloaded".to_owned(),
-                    (None, Some(member)) => format!("worker {} was drained", member.worker_id),
+                let broken = match (&model.removal, leaves) {
+                    (Some(_), _) => ReplicaState::broken(BreakCause::Unloaded, "the model was unloaded"),
+                    (None, Some(member)) => {
+                        let detail = format!("worker {} was drained", member.worker_id);
+                        ReplicaState::broken(BreakCause::WorkerDrained, detail)
+                    }
                     (None, None) => continue,
                 };
                 match replica.state() {
                     ReplicaState::Ready => drop(replica.advance(ReplicaState::Draining)),
                     ReplicaState::Draining if replica.num_requests() == 0 || is_overdue => {
-                        replica.advance(ReplicaState::Broken(reason));
+                        replica.advance(broken);
                     }
-                    ReplicaState::Loading => drop(replica.advance(ReplicaState::Broken(reason))),
+                    ReplicaState::Loading => drop(replica.advance(broken)),
                     ReplicaState::Draining | ReplicaState::Broken(_) => {}
                 }
             }
         }
     }
 
-    /// Unloads broken replicas from those of their workers on which nothing of the model lives.
-    fn free_broken(&mut self) {
-        for (name, model) in &mut self.models {
-            let (live, broken): (Vec<_>, Vec<_>) = model.replicas.drain(..).partition(|replica| replica.is_live());
-            let used: BTreeSet<&str> =
-                live.iter().flat_map(|replica| &replica.members).map(|member| member.worker_id.as_str()).collect();
-            for replica in &broken {
-                if let ReplicaState::Broken(reason) = replica.state() {
-                    model.note_break(replica, &reason);
-                }
-                for member in replica.members.iter().filter(|member| !used.contains(member.worker_id.as_str())) {
-                    let Some(known) = self.workers.get(&member.worker_id) else { continue };
-                    if known.session == member.session {
-                        model.num_unloading += 1;
-                        let (client, name, epoch) = (known.client.clone(), name.clone(), replica.plan_epoch);
-                        self.tasks.spawn(async move {
-                            worker_calls::unload(client, name.clone(), epoch).await;
-                            Event::Unloaded { model: name }
-                        });
-                    }
-                }
+    /// Unloads what broken replicas held, and every part that a worker reports and no replica needs: another coordinator
+    /// or an unload that failed left it there.
+    fn free_unwanted(&mut self, live: &Workers, now: Instant) {
+        let mut unwanted = self.forget_broken(now);
+        unwanted.extend(reports::unwanted_parts(&self.models, live));
+        for part in unwanted {
+            let known = self.workers.get(&part.worker_id).filter(|known| known.session == part.session);
+            let Some(client) = known.map(|known| known.client.clone()) else { continue };
+            if self.unloads.start(&part, now) {
+                let unloaded = part.clone();
+                let unload = async move {
+                    worker_calls::unload(client, &part).await;
+                    Event::Unloaded { part }
+                };
+                self.spawn(unload, |_| Event::Unloaded { part: unloaded });
             }
-            model.replicas = live;
         }
+    }
+
+    /// Takes broken replicas out of their models; returns their parts.
+    fn forget_broken(&mut self, now: Instant) -> Vec<Part> {
+        let mut parts = Vec::new();
+        for model in self.models.values_mut() {
+            let (live, broken): (Vec<_>, Vec<_>) = model.replicas.drain(..).partition(|replica| replica.is_live());
+            model.replicas = live;
+            for replica in &broken {
+                if let ReplicaState::Broken(breakage) = replica.state() {
+                    model.note_break(replica, &breakage, now);
+                }
+                parts.extend(replica.members.iter().map(|member| Part {
+                    worker_id: member.worker_id.clone(),
+                    session: member.session,
+                    model: replica.model.clone(),
+                    plan_epoch: replica.plan_epoch,
+                    replica: replica.index as u32,
+                }));
+            }
+        }
+        parts
     }
 
     /// Forgets models whose removal is complete.
     fn remove_unloaded(&mut self) {
-        self.models.retain(|_, model| {
-            let is_empty = model.replicas.is_empty() && model.num_unloading == 0 && !model.is_busy;
+        self.models.retain(|name, model| {
+            let is_unloading = self.unloads.running().any(|part| part.model == *name);
+            let is_empty = model.replicas.is_empty() && !is_unloading && !model.is_busy;
             if let Some(removal) = model.removal.as_mut().filter(|_| is_empty) {
                 removal.replies.drain(..).for_each(|reply| drop(reply.send(Ok(()))));
                 return false;
@@ -226,17 +245,20 @@ impl Reconciler {
         });
     }
 
-    /// Describes or plans every model that is short of replicas.
+    /// Describes or plans every model that is short of replicas, once all memory that should be free is.
     fn start_attempts(&mut self, live: &Workers, now: Instant) {
+        if self.unloads.running().next().is_some() {
+            return;
+        }
         let due: Vec<String> =
             self.models.iter().filter(|(_, model)| model.needs_attempt(now)).map(|(name, _)| name.clone()).collect();
         for name in due {
-            let usable = || self.workers.iter().filter(|(_, known)| !known.is_draining);
+            let usable = || self.workers.iter().filter(|(_, known)| known.has_reported && !known.is_draining);
             let num_usable = usable().count();
             let Some(model) = self.models.get(&name) else { continue };
             let needed = if model.num_live() == 0 { model.spec.min_workers.max(1) } else { 1 };
             if num_usable < needed {
-                self.note(&name, |model| model.note_waiting(num_usable, needed));
+                self.note(&name, |model| model.note_waiting_for_workers(num_usable, needed));
                 continue;
             }
             match (&model.description, usable().next()) {
@@ -272,7 +294,16 @@ impl Reconciler {
 
     fn attempt(&mut self, name: String, task: impl Future<Output = Event> + Send + 'static) {
         self.note(&name, |model| model.is_busy = true);
-        self.tasks.spawn(task);
+        self.spawn(task, |problem| Event::Described { model: name, outcome: Err(problem) });
+    }
+
+    /// Starts a task; if it panics, `failed` makes its event, so that nobody waits for it for ever.
+    fn spawn(
+        &mut self,
+        task: impl Future<Output = Event> + Send + 'static,
+        failed: impl FnOnce(String) -> Event + Send + 'static,
+    ) {
+        self.tasks.spawn(event_of(task, failed));
     }
 
     fn note(&mut self, name: &str, change: impl FnOnce(&mut ModelState)) {
@@ -294,6 +325,9 @@ impl Reconciler {
                 self.note(&model, |model| model.is_busy = false);
                 match outcome {
                     Ok(plan) => self.deploy(&model, plan, now),
+                    Err(error @ PlanError::Devices { .. }) => {
+                        self.note(&model, |model| model.note_waiting_for_devices(&error, now));
+                    }
                     Err(error) => self.note(&model, |model| model.note_failure(error.to_string(), now)),
                 }
             }
@@ -305,14 +339,12 @@ impl Reconciler {
                     model.note_progress();
                 }
                 Err(problem) => {
-                    if replica.advance(ReplicaState::Broken(problem.clone())) {
+                    if replica.advance(ReplicaState::broken(BreakCause::NotLoaded, problem.clone())) {
                         model.note_failure(format!("replica {} cannot be loaded: {problem}", replica.index), now);
                     }
                 }
             }),
-            Event::Unloaded { model } => {
-                self.note(&model, |model| model.num_unloading = model.num_unloading.saturating_sub(1))
-            }
+            Event::Unloaded { part } => self.unloads.end(&part, now),
             Event::Drained => {}
         }
     }
@@ -333,13 +365,14 @@ impl Reconciler {
             .iter()
             .map(|replica| {
                 let members = topology::members(replica, &live)?;
-                let clients = clients_of(&self.workers, &members)?;
+                let clients = worker_calls::clients_of(&self.workers, &members)?;
                 Some((replica, members, clients, topology::rank_addresses(replica, &live)?))
             })
             .collect::<Option<Vec<_>>>()
         else {
             return;
         };
+        let mut loads = Vec::with_capacity(parts.len());
         for (index, (replica_plan, members, clients, rank_addresses)) in parts.into_iter().enumerate() {
             let Some((_, leader)) = clients.first().cloned() else { continue };
             let mut secret = vec![0; SECRET_BYTES];
@@ -355,31 +388,38 @@ impl Reconciler {
             };
             let replica = Arc::new(Replica::new(name.into(), plan_epoch, index, replica_plan.clone(), members, leader));
             model.replicas.push(Arc::clone(&replica));
-            self.tasks.spawn(async move {
-                let outcome = worker_calls::load(Arc::clone(&replica), clients, request).await;
-                Event::Loaded { replica, outcome }
-            });
+            loads.push((replica, clients, request));
         }
         tracing::info!(model = name, plan_epoch, num_replicas = plan.replicas.len(), "plan in force");
         model.wanted_replicas.get_or_insert(plan.replicas.len());
         model.plan = Some(Arc::new(plan));
         model.plan_epoch = plan_epoch;
+        for (replica, clients, request) in loads {
+            let loading = Arc::clone(&replica);
+            let load = async move {
+                let outcome = worker_calls::load(Arc::clone(&loading), clients, request).await;
+                Event::Loaded { replica: loading, outcome }
+            };
+            self.spawn(load, |problem| Event::Loaded { replica, outcome: Err(problem) });
+        }
     }
 
     fn obey(&mut self, command: Command, now: Instant) {
         match command {
             Command::Load(spec, reply) => drop(reply.send(self.want(spec))),
             Command::Unload(name, reply) => self.unwant(&name, reply, now),
+            Command::Discard(name, reply) if self.models.get(&name).is_some_and(|model| model.has_served) => {
+                drop(reply.send(Ok(())));
+            }
+            Command::Discard(name, reply) => self.unwant(&name, reply, now),
             Command::DrainWorker(worker_id, reply) => {
                 let outcome = match self.workers.get_mut(&worker_id) {
                     None => Err(RequestError::UnknownWorker(worker_id)),
                     Some(known) => {
                         known.is_draining = true;
                         let client = known.client.clone();
-                        self.tasks.spawn(async move {
-                            worker_calls::drain(client).await;
-                            Event::Drained
-                        });
+                        let drain = worker_calls::drain(client).map(|()| Event::Drained);
+                        self.spawn(drain, |_| Event::Drained);
                         Ok(())
                     }
                 };
@@ -388,16 +428,18 @@ impl Reconciler {
         }
     }
 
-    fn want(&mut self, spec: ModelSpec) -> Result<(), RequestError> {
+    /// Says whether the model is new.
+    fn want(&mut self, spec: ModelSpec) -> Result<bool, RequestError> {
         match self.models.get_mut(&spec.name) {
             Some(model) if model.spec == spec && model.removal.is_none() => {
-                model.retry_at = None;
-                Ok(())
+                // What failed before may have been mended.
+                (model.retry_at, model.failed_attempts) = (None, 0);
+                Ok(false)
             }
             Some(_) => Err(RequestError::ModelExists { name: spec.name }),
             None => {
                 self.models.insert(spec.name.clone(), ModelState::new(spec));
-                Ok(())
+                Ok(true)
             }
         }
     }
@@ -427,21 +469,27 @@ impl Reconciler {
     }
 }
 
-fn clients_of(
-    workers: &BTreeMap<String, KnownWorker>,
-    members: &[Member],
-) -> Option<Vec<(String, WorkerClient<Channel>)>> {
-    members
-        .iter()
-        .map(|member| {
-            let known = workers.get(&member.worker_id).filter(|known| known.session == member.session)?;
-            Some((member.worker_id.clone(), known.client.clone()))
-        })
-        .collect()
-}
-
 /// Above every epoch of this process and, by the clock, of earlier ones.
 fn next_epoch(last: u64) -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_millis() as u64);
     now.max(last + 1)
+}
+
+/// What a task comes to; what `failed` makes of it if it panics.
+async fn event_of(task: impl Future<Output = Event>, failed: impl FnOnce(String) -> Event) -> Event {
+    let ended = AssertUnwindSafe(task).catch_unwind().await;
+    ended.unwrap_or_else(|_| failed("a planner task panicked".into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_panic_becomes_a_failure() {
+        let failed = |problem| Event::Described { model: "m".into(), outcome: Err(problem) };
+        let event = event_of(async { panic!("a bug") }, failed).await;
+        assert!(matches!(event, Event::Described { outcome: Err(problem), .. } if problem.contains("panicked")));
+        assert!(matches!(event_of(async { Event::Drained }, failed).await, Event::Drained));
+    }
 }

@@ -1,7 +1,7 @@
 //! What the planner asks of workers: describe a model, load a replica, unload it.
 //! Invariant: every call ends: by its time limit, or when the worker's lease is lost and its replica broken.
 
-use std::{sync::Arc, sync::atomic::Ordering, time::Duration};
+use std::{collections::BTreeMap, sync::Arc, sync::atomic::Ordering, time::Duration};
 
 use futures::{StreamExt, stream::FuturesUnordered};
 use lockstep_model::{ChatTemplate, Tokenizer, TokenizerConfig};
@@ -11,7 +11,8 @@ use tonic::{
     transport::{Channel, Endpoint},
 };
 
-use crate::served::{ModelDescription, Replica, ReplicaState};
+use super::unloads::Part;
+use crate::served::{Member, ModelDescription, Replica, ReplicaState};
 
 /// Opening a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -21,6 +22,32 @@ const DESCRIBE_TIMEOUT: Duration = Duration::from_secs(120);
 const LOAD_SILENCE: Duration = Duration::from_secs(300);
 /// Freeing memory.
 const UNLOAD_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A registration as the planner last saw it.
+pub struct KnownWorker {
+    /// Distinguishes it from the same worker's other registrations.
+    pub session: u64,
+    /// Its service.
+    pub client: WorkerClient<Channel>,
+    /// It has said what it holds.
+    pub has_reported: bool,
+    /// It takes no new work.
+    pub is_draining: bool,
+}
+
+/// The clients of a replica's workers; `None` if one of them is not registered any more.
+pub fn clients_of(
+    workers: &BTreeMap<String, KnownWorker>,
+    members: &[Member],
+) -> Option<Vec<(String, WorkerClient<Channel>)>> {
+    members
+        .iter()
+        .map(|member| {
+            let known = workers.get(&member.worker_id).filter(|known| known.session == member.session)?;
+            Some((member.worker_id.clone(), known.client.clone()))
+        })
+        .collect()
+}
 
 /// A client of the worker at `address` (`host:port`); connects when it is first used.
 pub fn client(address: &str) -> Result<WorkerClient<Channel>, String> {
@@ -92,7 +119,7 @@ pub async fn load(
             },
             broken = state.wait_for(|state| matches!(state, ReplicaState::Broken(_))) => {
                 return Err(match broken.as_deref() {
-                    Ok(ReplicaState::Broken(reason)) => reason.clone(),
+                    Ok(ReplicaState::Broken(breakage)) => breakage.detail.clone(),
                     _ => "the load was given up".into(),
                 });
             }
@@ -124,13 +151,17 @@ async fn load_part(
     }
 }
 
-/// Frees a worker's parts of a model up to `plan_epoch`. A worker that cannot be reached has freed them by dying.
-pub async fn unload(mut client: WorkerClient<Channel>, model: String, plan_epoch: u64) {
-    let call = client.unload_replica(v1::UnloadReplicaRequest { model: model.clone(), plan_epoch });
+/// Frees a part. If that fails, the worker's heartbeats go on to list it.
+pub async fn unload(mut client: WorkerClient<Channel>, part: &Part) {
+    let Part { worker_id, model, plan_epoch, replica, .. } = part;
+    let (plan_epoch, replica) = (*plan_epoch, *replica);
+    let call = client.unload_replica(v1::UnloadReplicaRequest { model: model.clone(), plan_epoch, replica });
     match tokio::time::timeout(UNLOAD_TIMEOUT, call).await {
         Ok(Ok(_)) => {}
-        Ok(Err(status)) => tracing::warn!(model, plan_epoch, error = status.message(), "unload failed"),
-        Err(_) => tracing::warn!(model, plan_epoch, "unload timed out"),
+        Ok(Err(status)) => {
+            tracing::warn!(worker_id, model, plan_epoch, replica, error = status.message(), "unload failed");
+        }
+        Err(_) => tracing::warn!(worker_id, model, plan_epoch, replica, "unload timed out"),
     }
 }
 

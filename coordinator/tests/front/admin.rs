@@ -1,13 +1,11 @@
 //! Admin, health, reflection and HTTP.
 
-use std::sync::atomic::Ordering;
-
 use lockstep_proto::v1;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tonic::Code;
 use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
 
-use crate::stub::{BAD_SOURCE, Coordinator, StubWorker, cluster, config, request};
+use crate::stub::{BAD_SOURCE, Coordinator, StubWorker, cluster, config, eventually, request};
 
 async fn get(coordinator: &Coordinator, path: &str) -> String {
     let mut stream = tokio::net::TcpStream::connect(coordinator.http).await.unwrap();
@@ -53,7 +51,7 @@ async fn loads_and_unloads_models() {
 
     let mut admin = coordinator.admin().await;
     admin.unload_model(v1::UnloadModelRequest { name: "some.gguf".into() }).await.unwrap();
-    assert_eq!(worker.state.num_unloaded.load(Ordering::SeqCst), 1);
+    assert_eq!(worker.state.unloads.lock().unwrap().len(), 1);
     let status = admin.unload_model(v1::UnloadModelRequest { name: "some.gguf".into() }).await.unwrap_err();
     assert_eq!(status.code(), Code::NotFound);
 }
@@ -78,6 +76,48 @@ async fn orders_that_cannot_be_carried_out_are_refused() {
     assert_eq!(cluster.models.len(), 1);
     let drain = v1::DrainWorkerRequest { worker_id: "nobody".into() };
     assert_eq!(coordinator.admin().await.drain_worker(drain).await.unwrap_err().code(), Code::NotFound);
+}
+
+#[tokio::test]
+async fn a_repeated_order_never_unloads_what_served() {
+    let (coordinator, workers) = cluster(1, config("tensor=1", 1)).await;
+    let state = &workers[0].state;
+    *state.refuses_loads.lock().unwrap() = true;
+    state.held.lock().unwrap().clear();
+    coordinator.wait_ready(false).await;
+    let status = load(&coordinator, "stub-model", "/models/stub.gguf", "tensor=1").await.unwrap_err();
+    assert!(status.message().contains("worker w0: no memory"), "{status:?}");
+    *state.refuses_loads.lock().unwrap() = false;
+    // The order to try again does not wait for the end of the back-off.
+    assert!(load(&coordinator, "stub-model", "/models/stub.gguf", "tensor=1").await.unwrap().last().unwrap().ready);
+}
+
+#[tokio::test]
+async fn an_order_waits_for_the_devices_that_it_needs() {
+    let mut settings = config("tensor=1", 1);
+    settings.model = None;
+    let coordinator = Coordinator::start(settings).await;
+    let _first = StubWorker::start("w0", coordinator.grpc).await;
+    let order = load(&coordinator, "m", "/m.gguf", "tensor=2");
+    let second = async {
+        tokio::time::sleep(std::time::Duration::from_millis(500)).await;
+        let cluster = coordinator.admin().await.get_cluster(v1::GetClusterRequest {}).await.unwrap().into_inner();
+        assert!(cluster.models[0].problem.contains("need 2 devices, the cluster has 1"), "{cluster:?}");
+        StubWorker::start("w1", coordinator.grpc).await
+    };
+    let (progress, _second) = futures::future::join(order, second).await;
+    assert!(progress.unwrap().last().unwrap().ready);
+}
+
+#[tokio::test]
+async fn parts_that_nobody_wants_are_unloaded() {
+    let (coordinator, _workers) = cluster(1, config("tensor=1", 1)).await;
+    let restarted = StubWorker::start("w1", coordinator.grpc).await;
+    let left = v1::UnloadReplicaRequest { model: "of an earlier coordinator".into(), plan_epoch: 7, replica: 1 };
+    let own = v1::UnloadReplicaRequest { model: "stub-model".into(), ..left.clone() };
+    restarted.state.held.lock().unwrap().extend([left, own]);
+    eventually("unloading the parts", || restarted.state.unloads.lock().unwrap().len() == 2).await;
+    assert!(restarted.state.held.lock().unwrap().is_empty());
 }
 
 #[tokio::test]

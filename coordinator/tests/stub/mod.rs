@@ -12,7 +12,7 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicUsize, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use futures::Stream;
@@ -53,8 +53,12 @@ pub struct StubState {
     pub num_cancelled: AtomicUsize,
     /// Sequences now running.
     pub num_running: AtomicUsize,
-    /// Calls of UnloadReplica.
-    pub num_unloaded: AtomicUsize,
+    /// Requests of UnloadReplica.
+    pub unloads: Mutex<Vec<v1::UnloadReplicaRequest>>,
+    /// Loads fail.
+    pub refuses_loads: Mutex<bool>,
+    /// The parts that it holds and reports.
+    pub held: Mutex<Vec<v1::UnloadReplicaRequest>>,
     /// Requests of LoadReplica.
     pub loads: Mutex<Vec<v1::LoadReplicaRequest>>,
     /// The last request of RunSequence.
@@ -70,7 +74,9 @@ impl Default for StubState {
             is_beating: Mutex::new(true),
             num_cancelled: AtomicUsize::default(),
             num_running: AtomicUsize::default(),
-            num_unloaded: AtomicUsize::default(),
+            unloads: Mutex::default(),
+            refuses_loads: Mutex::default(),
+            held: Mutex::default(),
             loads: Mutex::default(),
             last_sequence: Mutex::default(),
         }
@@ -108,7 +114,13 @@ impl Worker for StubService {
         &self,
         request: Request<v1::LoadReplicaRequest>,
     ) -> Result<Response<Self::LoadReplicaStream>, Status> {
-        self.0.loads.lock().unwrap().push(request.into_inner());
+        let request = request.into_inner();
+        let v1::LoadReplicaRequest { model, plan_epoch, replica, .. } = request.clone();
+        self.0.loads.lock().unwrap().push(request);
+        if *self.0.refuses_loads.lock().unwrap() {
+            return Err(lockstep_proto::status::Class::Internal.status("no memory"));
+        }
+        self.0.held.lock().unwrap().push(v1::UnloadReplicaRequest { model, plan_epoch, replica });
         let steps = [(50, false), (100, true)];
         let messages =
             steps.map(|(loaded_bytes, ready)| Ok(v1::LoadReplicaProgress { loaded_bytes, total_bytes: 100, ready }));
@@ -117,9 +129,11 @@ impl Worker for StubService {
 
     async fn unload_replica(
         &self,
-        _request: Request<v1::UnloadReplicaRequest>,
+        request: Request<v1::UnloadReplicaRequest>,
     ) -> Result<Response<v1::UnloadReplicaResponse>, Status> {
-        self.0.num_unloaded.fetch_add(1, Ordering::SeqCst);
+        let part = request.into_inner();
+        self.0.held.lock().unwrap().retain(|held| *held != part);
+        self.0.unloads.lock().unwrap().push(part);
         Ok(Response::new(v1::UnloadReplicaResponse {}))
     }
 
@@ -128,6 +142,10 @@ impl Worker for StubService {
         request: Request<v1::RunSequenceRequest>,
     ) -> Result<Response<Self::RunSequenceStream>, Status> {
         let request = request.into_inner();
+        let v1::RunSequenceRequest { model, plan_epoch, replica, .. } = request.clone();
+        if !self.0.held.lock().unwrap().contains(&v1::UnloadReplicaRequest { model, plan_epoch, replica }) {
+            return Err(lockstep_proto::status::Class::StaleEpoch.status("not held on 10.0.0.1"));
+        }
         *self.0.last_sequence.lock().unwrap() = Some(request.clone());
         let (sender, receiver) = mpsc::channel(4);
         let state = Arc::clone(&self.0);
@@ -312,15 +330,15 @@ async fn register(
             },
             _ = tick.tick() => {
                 let problem = state.problem.lock().unwrap().clone();
-                let loads = state.loads.lock().unwrap();
-                let replicas = loads.last().map(|load| v1::ReplicaReport {
-                    model: load.model.clone(),
-                    plan_epoch: load.plan_epoch,
-                    replica: load.replica,
-                    problem,
+                let held = state.held.lock().unwrap();
+                let replicas = held.iter().map(|part| v1::ReplicaReport {
+                    model: part.model.clone(),
+                    plan_epoch: part.plan_epoch,
+                    replica: part.replica,
+                    problem: problem.clone(),
                     engine: Some(v1::EngineStatus { num_kv_blocks: 16, num_free_kv_blocks: 12, ..Default::default() }),
                 });
-                let heartbeat = v1::Heartbeat { replicas: replicas.into_iter().collect(), draining: false };
+                let heartbeat = v1::Heartbeat { replicas: replicas.collect(), draining: false };
                 if *state.is_beating.lock().unwrap() {
                     let _ = sender.try_send(report(Report::Heartbeat(heartbeat)));
                 }
@@ -408,6 +426,15 @@ pub async fn cluster(num_workers: usize, config: CoordinatorConfig) -> (Coordina
     }
     coordinator.wait_ready(true).await;
     (coordinator, workers)
+}
+
+/// Polls until `condition` or 10 s.
+pub async fn eventually(what: &str, condition: impl Fn() -> bool) {
+    let end = Instant::now() + Duration::from_secs(10);
+    while !condition() {
+        assert!(Instant::now() < end, "{what} did not happen within 10 s");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
 }
 
 /// A request for `max_tokens` tokens after "hi".

@@ -95,6 +95,11 @@ impl ReplicaSpec {
         self.ranks().filter(|rank| rank.worker_id == self.worker_id).map(|rank| rank.rank).collect()
     }
 
+    /// Local ranks of the devices of this worker that the replica uses.
+    pub(crate) fn local_devices(&self) -> impl Iterator<Item = usize> {
+        self.ranks().filter(|rank| rank.worker_id == self.worker_id).map(|rank| rank.local_rank)
+    }
+
     fn limits(&self, vocab_size: usize) -> StepLimits {
         StepLimits {
             vocab_size,

@@ -2,12 +2,7 @@
 //! Invariant: every call is answered with a class of `proto::status`; blocking work runs off the async threads; a
 //! stream that the caller drops cancels its sequence.
 
-use std::{
-    net::{SocketAddr, ToSocketAddrs},
-    path::PathBuf,
-    pin::Pin,
-    sync::Arc,
-};
+use std::{net::SocketAddr, path::PathBuf, pin::Pin, sync::Arc};
 
 use futures::{Stream, StreamExt, stream};
 use lockstep_kernels::cpu::return_freed_memory;
@@ -67,8 +62,8 @@ impl Worker for WorkerService {
             return Err(Class::ShuttingDown.status("the worker is draining"));
         }
         let request = request.into_inner();
-        let key = ReplicaKey { model: request.model.clone(), replica: request.replica };
-        let spec = self.spec(request)?;
+        let key = ReplicaKey { model: request.model.clone(), plan_epoch: request.plan_epoch, replica: request.replica };
+        let spec = self.spec(request).await?;
         tracing::info!(model = key.model, plan_epoch = spec.plan_epoch, replica = key.replica, "loading replica");
         let state = self.0.replicas.load(key, spec, self.0.links.clone())?;
         Ok(Response::new(progress_stream(state)))
@@ -78,11 +73,9 @@ impl Worker for WorkerService {
         &self,
         request: Request<v1::UnloadReplicaRequest>,
     ) -> Result<Response<v1::UnloadReplicaResponse>, Status> {
-        let v1::UnloadReplicaRequest { model, plan_epoch } = request.into_inner();
-        tracing::info!(model, plan_epoch, "unloading replica");
-        let state = self.0.clone();
-        let unloaded = tokio::task::spawn_blocking(move || state.replicas.unload(&model, plan_epoch)).await;
-        unloaded.map_err(|error| Class::Internal.status(format!("unloading failed: {error}")))?;
+        let v1::UnloadReplicaRequest { model, plan_epoch, replica } = request.into_inner();
+        tracing::info!(model, plan_epoch, replica, "unloading replica");
+        self.0.replicas.unload(&ReplicaKey { model, plan_epoch, replica }).await;
         Ok(Response::new(v1::UnloadReplicaResponse {}))
     }
 
@@ -97,8 +90,8 @@ impl Worker for WorkerService {
         if self.0.is_draining() {
             return Err(Class::ShuttingDown.status("the worker is draining"));
         }
-        let key = ReplicaKey { model: request.model.clone(), replica: request.replica };
-        let replica = self.0.replicas.find(&key, request.plan_epoch)?;
+        let key = ReplicaKey { model: request.model.clone(), plan_epoch: request.plan_epoch, replica: request.replica };
+        let replica = self.0.replicas.find(&key)?;
         let leader = replica.leader().cloned().ok_or_else(|| {
             Class::InvalidRequest.status(format!("this worker does not lead replica {}", key.replica))
         })?;
@@ -116,7 +109,7 @@ impl Worker for WorkerService {
 }
 
 impl WorkerService {
-    fn spec(&self, request: v1::LoadReplicaRequest) -> Result<ReplicaSpec, Status> {
+    async fn spec(&self, request: v1::LoadReplicaRequest) -> Result<ReplicaSpec, Status> {
         let config = &self.0.config;
         let mut plan = lockstep_sharding::decode(&request.plan)
             .map_err(|error| Class::InvalidRequest.status(error.to_string()))?;
@@ -124,6 +117,10 @@ impl WorkerService {
         if replica >= plan.replicas.len() {
             return Err(Class::InvalidRequest
                 .status(format!("replica {replica} is asked for, the plan has {}", plan.replicas.len())));
+        }
+        let mut rank_addresses = Vec::with_capacity(request.rank_addresses.len());
+        for address in &request.rank_addresses {
+            rank_addresses.push(resolve(address).await?);
         }
         Ok(ReplicaSpec {
             worker_id: config.worker_id.clone(),
@@ -138,7 +135,7 @@ impl WorkerService {
             max_step_tokens: plan.max_step_tokens,
             max_waiting_sequences: config.max_waiting_sequences,
             secret: request.secret,
-            rank_addresses: request.rank_addresses.iter().map(|address| resolve(address)).collect::<Result<_, _>>()?,
+            rank_addresses,
             threads_per_rank: config.threads_per_device,
             collective_timeout: config.collective_timeout,
             cancel: CancellationToken::new(),
@@ -146,9 +143,9 @@ impl WorkerService {
     }
 }
 
-fn resolve(address: &str) -> Result<SocketAddr, Status> {
+async fn resolve(address: &str) -> Result<SocketAddr, Status> {
     let problem = |what: String| Class::InvalidRequest.status(format!("rank_addresses has {address:?}: {what}"));
-    let mut found = address.to_socket_addrs().map_err(|error| problem(error.to_string()))?;
+    let mut found = tokio::net::lookup_host(address).await.map_err(|error| problem(error.to_string()))?;
     found.next().ok_or_else(|| problem("it resolves to nothing".to_owned()))
 }
 

@@ -103,8 +103,7 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> Result<()
     let _ = tokio::time::timeout(CLOSE_TIMEOUT, &mut server).await;
     server.abort();
     registration.stop().await;
-    let replicas = state.clone();
-    let _ = tokio::task::spawn_blocking(move || replicas.replicas.unload_all()).await;
+    state.replicas.unload_all().await;
     outcome
 }
 

@@ -1,13 +1,17 @@
-//! The replica parts that this worker holds, by model and replica.
+//! The replica parts that this worker holds, by model, plan epoch and replica.
 //! For: the gRPC service (load, find, unload) and the registration (reports).
-//! Invariant: of each part at most one epoch is held; a newer epoch evicts every older part of its model before it
-//! loads, so that the memory of both is never needed at once.
+//! Invariants: a device holds one part of a model: what is to be loaded there waits until every older one is freed; a
+//! part is listed as long as it takes memory, also while it is being freed.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
+use futures::{
+    FutureExt,
+    future::{BoxFuture, Shared, join_all},
+};
 use lockstep_kernels::cpu::return_freed_memory;
 use lockstep_proto::{status::Class, v1};
 use tokio::sync::watch;
@@ -31,32 +35,42 @@ pub(crate) struct LoadState {
     pub outcome: Option<Result<Arc<Replica>, Status>>,
 }
 
-/// Names a part on this worker.
+/// Names a part on this worker; never used twice.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct ReplicaKey {
     /// Name for clients.
     pub model: String,
+    /// Version of the plan.
+    pub plan_epoch: u64,
     /// Index in the plan.
     pub replica: u32,
 }
 
+/// Completes when a part is freed, for everybody who waits for it.
+type Freed = Shared<BoxFuture<'static, ()>>;
+
 struct Entry {
-    plan_epoch: u64,
+    /// Devices of this worker that hold its ranks, by local rank.
+    devices: BTreeSet<usize>,
     cancel: CancellationToken,
     state: watch::Receiver<LoadState>,
+    /// Set once it is being freed.
+    freed: Option<Freed>,
 }
 
-/// All parts.
-#[derive(Default)]
+type Entries = BTreeMap<ReplicaKey, Entry>;
+
+/// All parts; cheap to clone. Its methods need the async runtime, but for [`Self::reports`] and [`Self::is_empty`].
+#[derive(Clone, Default)]
 pub(crate) struct Replicas {
-    entries: Mutex<BTreeMap<ReplicaKey, Entry>>,
+    entries: Arc<Mutex<Entries>>,
 }
 
 impl Replicas {
-    /// Starts loading a part, or finds the load of the same epoch that runs or is done. Call it on the async runtime.
+    /// Starts loading a part once its devices are free of older parts of the model, or finds its load.
     ///
     /// # Errors
-    /// `StaleEpoch` if a newer epoch is held.
+    /// `StaleEpoch` if one of its devices holds a part of the model that is not older, or if it is being freed.
     pub fn load(
         &self,
         key: ReplicaKey,
@@ -64,68 +78,82 @@ impl Replicas {
         links: Arc<LinkListener>,
     ) -> Result<watch::Receiver<LoadState>, Status> {
         let mut entries = self.lock();
-        let newest =
-            entries.iter().filter(|(other, _)| other.model == key.model).map(|(_, entry)| entry.plan_epoch).max();
-        if let Some(newest) = newest.filter(|newest| *newest > spec.plan_epoch) {
-            return Err(stale(&key.model, newest, spec.plan_epoch));
+        if let Some(entry) = entries.get(&key) {
+            return if entry.freed.is_some() { Err(being_freed(&key)) } else { Ok(entry.state.clone()) };
         }
-        if let Some(entry) = entries.get(&key).filter(|entry| entry.plan_epoch == spec.plan_epoch)
-            && !matches!(entry.state.borrow().outcome, Some(Err(_)))
+        let devices: BTreeSet<usize> = spec.local_devices().collect();
+        let replaced: Vec<ReplicaKey> = entries
+            .iter()
+            .filter(|(other, entry)| other.model == key.model && !entry.devices.is_disjoint(&devices))
+            .map(|(other, _)| other.clone())
+            .collect();
+        if let Some(newest) = replaced.iter().map(|other| other.plan_epoch).max().filter(|held| *held >= key.plan_epoch)
         {
-            return Ok(entry.state.clone());
+            return Err(Class::StaleEpoch.status(format!(
+                "model {:?} is held on these devices at plan epoch {newest}, the request names {}",
+                key.model, key.plan_epoch
+            )));
         }
-        let is_evicted = |other: &ReplicaKey, entry: &Entry| {
-            *other == key || (other.model == key.model && entry.plan_epoch < spec.plan_epoch)
-        };
-        let evicted = remove(&mut entries, is_evicted);
-        let (sender, receiver) = watch::channel(LoadState::default());
-        entries
-            .insert(key, Entry { plan_epoch: spec.plan_epoch, cancel: spec.cancel.clone(), state: receiver.clone() });
+        let freed: Vec<Freed> = replaced.iter().filter_map(|other| self.free(&mut entries, other)).collect();
+        let (sender, state) = watch::channel(LoadState::default());
+        let entry = Entry { devices, cancel: spec.cancel.clone(), state: state.clone(), freed: None };
+        entries.insert(key, entry);
         drop(entries);
-        tokio::task::spawn_blocking(move || {
-            evicted.into_iter().for_each(stop);
-            let progress = |loaded_bytes, total_bytes| {
-                sender.send_modify(|state| (state.loaded_bytes, state.total_bytes) = (loaded_bytes, total_bytes));
-            };
-            let loaded = Replica::load(spec, links, &progress);
-            // Slices as they were stored, the vocabulary, and perhaps the weights of an evicted part.
-            return_freed_memory();
-            let outcome = loaded.map(Arc::new).map_err(|error| wire::status_of(&error));
-            sender.send_modify(|state| state.outcome = Some(outcome));
+        tokio::spawn(async move {
+            join_all(freed).await;
+            // If the load panics, the sender is gone without an outcome, and those who follow it see that.
+            let _ = tokio::task::spawn_blocking(move || {
+                let progress = |loaded_bytes, total_bytes| {
+                    sender.send_modify(|state| (state.loaded_bytes, state.total_bytes) = (loaded_bytes, total_bytes));
+                };
+                let loaded = Replica::load(spec, links, &progress);
+                // Slices as they were stored, the vocabulary, and perhaps the weights of a replaced part.
+                return_freed_memory();
+                let outcome = loaded.map(Arc::new).map_err(|error| wire::status_of(&error));
+                sender.send_modify(|state| state.outcome = Some(outcome));
+            })
+            .await;
         });
-        Ok(receiver)
+        Ok(state)
     }
 
-    /// The loaded part of that epoch.
+    /// The loaded part.
     ///
     /// # Errors
-    /// `NotFound`, `StaleEpoch`, `NotReady`, or why it did not load.
-    pub fn find(&self, key: &ReplicaKey, plan_epoch: u64) -> Result<Arc<Replica>, Status> {
+    /// `StaleEpoch` if it is not held, `NotReady` while it loads, or why it did not load.
+    pub fn find(&self, key: &ReplicaKey) -> Result<Arc<Replica>, Status> {
         let entries = self.lock();
+        let ReplicaKey { model, plan_epoch, replica } = key;
         let entry = entries.get(key).ok_or_else(|| {
-            Class::StaleEpoch.status(format!("replica {} of model {:?} is not held here", key.replica, key.model))
+            Class::StaleEpoch
+                .status(format!("replica {replica} of model {model:?} at plan epoch {plan_epoch} is not held here"))
         })?;
-        if entry.plan_epoch != plan_epoch {
-            return Err(stale(&key.model, entry.plan_epoch, plan_epoch));
+        if entry.freed.is_some() {
+            return Err(being_freed(key));
         }
         match &entry.state.borrow().outcome {
             Some(Ok(replica)) => Ok(replica.clone()),
             Some(Err(status)) => Err(status.clone()),
-            None => Err(Class::NotReady.status(format!("replica {} of model {:?} is loading", key.replica, key.model))),
+            None => Err(Class::NotReady.status(format!("replica {replica} of model {model:?} is loading"))),
         }
     }
 
-    /// Frees every part of `model` of that epoch or an older one. Blocks until their threads have ended.
-    pub fn unload(&self, model: &str, plan_epoch: u64) {
-        let is_removed = |key: &ReplicaKey, entry: &Entry| key.model == model && entry.plan_epoch <= plan_epoch;
-        let removed = remove(&mut self.lock(), is_removed);
-        removed.into_iter().for_each(stop);
+    /// Frees a part if it is held; returns when its threads have ended.
+    pub async fn unload(&self, key: &ReplicaKey) {
+        let freed = self.free(&mut self.lock(), key);
+        if let Some(freed) = freed {
+            freed.await;
+        }
     }
 
-    /// Frees everything. Blocks as [`unload`](Self::unload).
-    pub fn unload_all(&self) {
-        let removed = std::mem::take(&mut *self.lock());
-        removed.into_values().for_each(stop);
+    /// Frees everything, as [`unload`](Self::unload).
+    pub async fn unload_all(&self) {
+        let freed: Vec<Freed> = {
+            let mut entries = self.lock();
+            let keys: Vec<ReplicaKey> = entries.keys().cloned().collect();
+            keys.iter().filter_map(|key| self.free(&mut entries, key)).collect()
+        };
+        join_all(freed).await;
     }
 
     /// Whether no part is held.
@@ -133,45 +161,61 @@ impl Replicas {
         self.lock().is_empty()
     }
 
-    /// What a heartbeat says; parts that still load are not in it.
+    /// What a heartbeat says.
     pub fn reports(&self) -> Vec<v1::ReplicaReport> {
         let report = |(key, entry): (&ReplicaKey, &Entry)| {
-            let replica = loaded(entry)?;
-            Some(v1::ReplicaReport {
+            let replica = loaded(&entry.state);
+            let problem = match &replica {
+                _ if entry.freed.is_some() => Some("it is being unloaded".to_owned()),
+                Some(replica) => replica.problem().borrow().clone(),
+                None => None,
+            };
+            v1::ReplicaReport {
                 model: key.model.clone(),
-                plan_epoch: entry.plan_epoch,
+                plan_epoch: key.plan_epoch,
                 replica: key.replica,
-                problem: replica.problem().borrow().clone().unwrap_or_default(),
-                engine: replica.leader().map(|leader| wire::engine_status(leader.status())),
-            })
+                problem: problem.unwrap_or_default(),
+                engine: replica.and_then(|replica| Some(wire::engine_status(replica.leader()?.status()))),
+            }
         };
-        self.lock().iter().filter_map(report).collect()
+        self.lock().iter().map(report).collect()
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<ReplicaKey, Entry>> {
+    /// Starts freeing a part, once; it leaves the list when that is done.
+    fn free(&self, entries: &mut Entries, key: &ReplicaKey) -> Option<Freed> {
+        let entry = entries.get_mut(key)?;
+        let (replicas, key, state) = (self.clone(), key.clone(), entry.state.clone());
+        let freed = entry.freed.get_or_insert_with(|| {
+            entry.cancel.cancel();
+            // A task of its own: it goes on if nobody waits for it.
+            let task = tokio::spawn(async move {
+                stop(state).await;
+                replicas.lock().remove(&key);
+            });
+            task.map(drop).boxed().shared()
+        });
+        Some(freed.clone())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Entries> {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn remove(entries: &mut BTreeMap<ReplicaKey, Entry>, is_removed: impl Fn(&ReplicaKey, &Entry) -> bool) -> Vec<Entry> {
-    let (removed, kept): (BTreeMap<_, _>, _) =
-        std::mem::take(entries).into_iter().partition(|(key, entry)| is_removed(key, entry));
-    *entries = kept;
-    removed.into_values().collect()
+fn loaded(state: &watch::Receiver<LoadState>) -> Option<Arc<Replica>> {
+    state.borrow().outcome.as_ref()?.as_ref().ok().cloned()
 }
 
-fn loaded(entry: &Entry) -> Option<Arc<Replica>> {
-    entry.state.borrow().outcome.as_ref()?.as_ref().ok().cloned()
-}
-
-/// Stops a part. One that still loads ends soon, and is dropped by its loader since nobody holds it then.
-fn stop(entry: Entry) {
-    entry.cancel.cancel();
-    if let Some(replica) = loaded(&entry) {
-        replica.stop("the replica was unloaded");
+/// Waits for the end of a cancelled load, then stops what it loaded.
+async fn stop(mut state: watch::Receiver<LoadState>) {
+    // An error says that the load ended without an outcome.
+    let _ = state.wait_for(|state| state.outcome.is_some()).await;
+    if let Some(replica) = loaded(&state) {
+        // A panic there leaves nothing to stop.
+        let _ = tokio::task::spawn_blocking(move || replica.stop("the replica was unloaded")).await;
     }
 }
 
-fn stale(model: &str, held: u64, asked: u64) -> Status {
-    Class::StaleEpoch.status(format!("model {model:?} is held here at plan epoch {held}, the request names {asked}"))
+fn being_freed(key: &ReplicaKey) -> Status {
+    Class::StaleEpoch.status(format!("replica {} of model {:?} is being unloaded", key.replica, key.model))
 }

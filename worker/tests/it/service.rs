@@ -83,7 +83,7 @@ fn config(coordinator: String) -> WorkerConfig {
         listen: any,
         rank_listen: any,
         advertise_host: "127.0.0.1".to_owned(),
-        num_devices: 1,
+        num_devices: 2,
         threads_per_device: 1,
         memory_bytes: None,
         collective_timeout: Duration::from_secs(30),
@@ -105,26 +105,41 @@ impl Harness {
         Self { shutdown, worker, hello, reports, client }
     }
 
-    async fn load(&mut self, plan_epoch: u64) -> Result<(), Status> {
+    /// A load of the replica whose index is `replica`, of a plan with a replica on each of `devices`.
+    async fn load_request(&mut self, plan_epoch: u64, replica: u32, devices: &[usize]) -> v1::LoadReplicaRequest {
         let source = test_model().display().to_string();
-        let described = self.client.describe_model(v1::DescribeModelRequest { source: source.clone() }).await?;
+        let request = v1::DescribeModelRequest { source: source.clone() };
+        let described = self.client.describe_model(request).await.unwrap();
         let shape = lockstep_sharding::codec::decode_shape(&described.into_inner().shape).unwrap();
+        let replica_on = |device: &usize| {
+            let mut plan = cut(&shape, &[1], 128);
+            plan.stages[0].ranks[0].local_rank = *device;
+            plan
+        };
         let plan = ShardPlan {
             block_size: 16,
             max_sequence_tokens: 512,
             max_num_sequences: 4,
             max_step_tokens: 64,
-            replicas: vec![cut(&shape, &[1], 128)],
+            replicas: devices.iter().map(replica_on).collect(),
         };
-        let request = v1::LoadReplicaRequest {
+        v1::LoadReplicaRequest {
             model: "m".to_owned(),
             source,
             plan_epoch,
-            replica: 0,
+            replica,
             plan: lockstep_sharding::encode(&plan).unwrap().into(),
             secret: vec![7; 32],
             rank_addresses: vec![self.hello.rank_address.clone()],
-        };
+        }
+    }
+
+    async fn load(&mut self, plan_epoch: u64) -> Result<(), Status> {
+        self.load_on(plan_epoch, 0, &[0]).await
+    }
+
+    async fn load_on(&mut self, plan_epoch: u64, replica: u32, devices: &[usize]) -> Result<(), Status> {
+        let request = self.load_request(plan_epoch, replica, devices).await;
         let mut progress = self.client.load_replica(request).await?.into_inner();
         let mut last = v1::LoadReplicaProgress::default();
         while let Some(message) = progress.message().await? {
@@ -135,7 +150,27 @@ impl Harness {
         Ok(())
     }
 
+    async fn unload(&mut self, plan_epoch: u64, replica: u32) {
+        let part = v1::UnloadReplicaRequest { model: "m".to_owned(), plan_epoch, replica };
+        self.client.unload_replica(part).await.unwrap();
+    }
+
+    /// Waits until exactly these parts, by epoch and replica, are held.
+    async fn holds(&mut self, parts: &[(u64, u32)]) {
+        let is_part = |report: &v1::ReplicaReport| (report.plan_epoch, report.replica);
+        self.heartbeat(|heartbeat| heartbeat.replicas.iter().map(is_part).eq(parts.iter().copied())).await;
+    }
+
     async fn run(&mut self, plan_epoch: u64, max_tokens: u32) -> Result<Streaming<v1::SequenceEvent>, Status> {
+        self.run_on(plan_epoch, 0, max_tokens).await
+    }
+
+    async fn run_on(
+        &mut self,
+        plan_epoch: u64,
+        replica: u32,
+        max_tokens: u32,
+    ) -> Result<Streaming<v1::SequenceEvent>, Status> {
         let sampling = v1::SamplingParams {
             max_tokens: Some(max_tokens),
             temperature: Some(0.0),
@@ -145,7 +180,7 @@ impl Harness {
         let request = v1::RunSequenceRequest {
             model: "m".to_owned(),
             plan_epoch,
-            replica: 0,
+            replica,
             request_id: "r".to_owned(),
             token_ids: vec![504, 3575, 282, 4649, 314],
             sampling: Some(sampling),
@@ -183,7 +218,7 @@ async fn collect(mut events: Streaming<v1::SequenceEvent>) -> (Vec<u32>, v1::Seq
 fn a_worker_loads_runs_unloads_and_drains() {
     block_on(async {
         let mut harness = Harness::start().await;
-        assert_eq!(harness.hello.devices.len(), 1);
+        assert_eq!(harness.hello.devices.len(), 2);
         let early = harness.run(1, 4).await.unwrap_err();
         assert_eq!(Class::of(&early), Class::StaleEpoch);
         harness.load(1).await.unwrap();
@@ -231,8 +266,7 @@ fn a_worker_loads_runs_unloads_and_drains() {
         let refused = harness.run(2, 4).await.unwrap_err();
         assert_eq!(Class::of(&refused), Class::ShuttingDown);
         assert!(!harness.worker.is_finished());
-        let unload = v1::UnloadReplicaRequest { model: "m".to_owned(), plan_epoch: 2 };
-        harness.client.unload_replica(unload).await.unwrap();
+        harness.unload(2, 0).await;
         tokio::time::timeout(WAIT, harness.worker).await.unwrap().unwrap().unwrap();
     });
 }
@@ -242,12 +276,57 @@ fn unloading_frees_the_replica() {
     block_on(async {
         let mut harness = Harness::start().await;
         harness.load(3).await.unwrap();
-        harness.heartbeat(|heartbeat| heartbeat.replicas.len() == 1).await;
-        let unload = v1::UnloadReplicaRequest { model: "m".to_owned(), plan_epoch: 3 };
-        harness.client.unload_replica(unload.clone()).await.unwrap();
-        harness.client.unload_replica(unload).await.unwrap();
-        harness.heartbeat(|heartbeat| heartbeat.replicas.is_empty()).await;
+        harness.holds(&[(3, 0)]).await;
+        harness.unload(3, 0).await;
+        harness.unload(3, 0).await;
+        harness.holds(&[]).await;
         assert_eq!(Class::of(&harness.run(3, 4).await.unwrap_err()), Class::StaleEpoch);
+        harness.shutdown.cancel();
+        tokio::time::timeout(WAIT, harness.worker).await.unwrap().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn a_replacement_leaves_the_other_devices_alone() {
+    block_on(async {
+        let mut harness = Harness::start().await;
+        harness.load_on(1, 0, &[0, 1]).await.unwrap();
+        harness.load_on(1, 1, &[0, 1]).await.unwrap();
+        let healthy = harness.run_on(1, 0, 60).await.unwrap();
+        // Replica 1 of epoch 1 is replaced by replica 0 of epoch 2 on its device.
+        harness.load_on(2, 0, &[1]).await.unwrap();
+        harness.holds(&[(1, 0), (2, 0)]).await;
+        assert_eq!(collect(healthy).await.0.len(), 60);
+        assert_eq!(collect(harness.run_on(2, 0, 4).await.unwrap()).await.0.len(), 4);
+        assert_eq!(Class::of(&harness.run_on(1, 1, 4).await.unwrap_err()), Class::StaleEpoch);
+
+        harness.unload(2, 0).await;
+        harness.holds(&[(1, 0)]).await;
+        assert_eq!(collect(harness.run_on(1, 0, 4).await.unwrap()).await.0.len(), 4);
+        harness.unload(1, 0).await;
+        harness.shutdown.cancel();
+        tokio::time::timeout(WAIT, harness.worker).await.unwrap().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn unloading_waits_for_the_load_that_it_ends() {
+    block_on(async {
+        let mut harness = Harness::start().await;
+        let request = harness.load_request(1, 0, &[0]).await;
+        let mut progress = harness.client.load_replica(request).await.unwrap().into_inner();
+        harness.unload(1, 0).await;
+        // The heartbeat after the next was certainly made after the answer.
+        while harness.reports.try_recv().is_ok() {}
+        harness.heartbeat(|_| true).await;
+        let heartbeat = harness.heartbeat(|_| true).await;
+        assert!(heartbeat.replicas.is_empty(), "{heartbeat:?}");
+        let ended = async {
+            while let Ok(Some(message)) = progress.message().await {
+                assert!(!message.ready)
+            }
+        };
+        tokio::time::timeout(WAIT, ended).await.unwrap();
         harness.shutdown.cancel();
         tokio::time::timeout(WAIT, harness.worker).await.unwrap().unwrap().unwrap();
     });

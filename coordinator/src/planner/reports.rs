@@ -1,0 +1,51 @@
+//! What workers report of their parts, against what the models' replicas need.
+//! Invariant: a part is judged by heartbeats alone; a worker without one is not.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use lockstep_proto::v1;
+
+use super::{model_state::ModelState, unloads::Part};
+use crate::{
+    cluster::Workers,
+    served::{BreakCause, Member, ReplicaState},
+};
+
+/// After a replica became ready, so long a heartbeat that does not list it may be older than its load.
+const REPORT_GRACE: Duration = Duration::from_secs(1);
+
+/// Breaks replicas that one of their workers calls broken or does not hold.
+pub fn break_reported(models: &BTreeMap<String, ModelState>, live: &Workers) {
+    for replica in models.values().flat_map(|model| &model.replicas) {
+        for Member { worker_id, session } in &replica.members {
+            let Some(record) = live.get(worker_id).filter(|record| record.session == *session) else { continue };
+            let is_overdue = replica.ready_at().is_some_and(|ready| record.last_heartbeat > ready + REPORT_GRACE);
+            let problem = match record.replicas.iter().find(|report| replica.is_meant_by(report)) {
+                Some(report) if !report.problem.is_empty() => report.problem.as_str(),
+                None if is_overdue => "it does not hold its part any more",
+                _ => continue,
+            };
+            let detail = format!("worker {worker_id}: {problem}");
+            replica.advance(ReplicaState::broken(BreakCause::WorkerFailed, detail));
+        }
+    }
+}
+
+/// Parts that no replica needs: another coordinator, or an unload that failed, left them there.
+pub fn unwanted_parts(models: &BTreeMap<String, ModelState>, live: &Workers) -> Vec<Part> {
+    let mut unwanted = Vec::new();
+    for (worker_id, record) in live.iter() {
+        let is_unwanted = |report: &&v1::ReplicaReport| {
+            let replicas = models.get(&report.model).map(|model| model.replicas.as_slice()).unwrap_or_default();
+            !replicas.iter().any(|replica| replica.is_meant_by(report) && replica.uses(worker_id, record.session))
+        };
+        unwanted.extend(record.replicas.iter().filter(is_unwanted).map(|report| Part {
+            worker_id: worker_id.clone(),
+            session: record.session,
+            model: report.model.clone(),
+            plan_epoch: report.plan_epoch,
+            replica: report.replica,
+        }));
+    }
+    unwanted
+}

@@ -1,0 +1,71 @@
+//! Which parts workers were told to free. Plain state; time is passed in.
+//! Invariant: a part is asked for once at a time, and again only after a while: heartbeats may still show what is gone.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use tokio::time::Instant;
+
+/// After an unload ended, so long the same part is not asked for again.
+const RETRY: Duration = Duration::from_secs(3);
+
+/// A part of a replica on one registration of a worker.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Part {
+    /// Who holds it.
+    pub worker_id: String,
+    /// Its registration.
+    pub session: u64,
+    /// Name of the model.
+    pub model: String,
+    /// Version of the plan.
+    pub plan_epoch: u64,
+    /// Index of the replica in its plan.
+    pub replica: u32,
+}
+
+/// Unload calls, by part, with their ends.
+#[derive(Default)]
+pub struct Unloads(BTreeMap<Part, Option<Instant>>);
+
+impl Unloads {
+    /// Whether a call for `part` should start now; notes that it does.
+    pub fn start(&mut self, part: &Part, now: Instant) -> bool {
+        self.0.retain(|_, ended| ended.is_none_or(|ended| now < ended + RETRY));
+        let is_new = !self.0.contains_key(part);
+        if is_new {
+            self.0.insert(part.clone(), None);
+        }
+        is_new
+    }
+
+    /// Notes that the call ended, well or not.
+    pub fn end(&mut self, part: &Part, now: Instant) {
+        if let Some(ended) = self.0.get_mut(part) {
+            *ended = Some(now);
+        }
+    }
+
+    /// The parts that are being freed.
+    pub fn running(&self) -> impl Iterator<Item = &Part> {
+        self.0.iter().filter(|(_, ended)| ended.is_none()).map(|(part, _)| part)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_part_is_asked_for_again_after_a_while() {
+        let part = Part { worker_id: "w".into(), session: 1, model: "m".into(), plan_epoch: 1, replica: 0 };
+        let begin = Instant::now();
+        let mut unloads = Unloads::default();
+        assert!(unloads.start(&part, begin));
+        assert!(!unloads.start(&part, begin + 2 * RETRY), "it is under way");
+        assert_eq!(unloads.running().count(), 1);
+        unloads.end(&part, begin);
+        assert_eq!(unloads.running().count(), 0);
+        assert!(!unloads.start(&part, begin + RETRY / 2), "a late heartbeat may show it");
+        assert!(unloads.start(&part, begin + RETRY));
+    }
+}
