@@ -9,7 +9,7 @@
 // sequence and head the last to arrive adds up, in the order of the blocks, so results repeat.
 // Launch: any number of blocks of THREADS threads, the same as partials were allocated for; dynamic shared memory.
 // -DHEAD_DIM -DBLOCK_SIZE -DBFLOAT as in kv_cache.cuh; -DQUERY_FLOAT=1: queries of f32; -DSTAGES: copies in a ring;
-// -DROWS: query rows of a segment, 8 or 16 or 32; -DFUSED=1: rows are qkv of one new token a sequence, not yet rotated:
+// -DQUERY_ROWS: query rows of a segment, 8 or 16 or 32; -DFUSED=1: rows are qkv of one new token a sequence, not yet rotated:
 // rotates, stores keys and values in the cache and attends, all in one.
 
 #include "attention.cuh"
@@ -37,6 +37,8 @@ struct Shared {
     half_t* queries;  // [QUERY_ROWS][QUERY_STRIDE]
     half_t* fresh;  // [2][HEAD_DIM]: key and value of the new token
     float2* rotations;  // [HEAD_DIM / 2]
+    uint32_t* tokens;  // [QUERY_ROWS]: row of queries and output that a row of the segment is of
+    uint32_t* heads;  // [QUERY_ROWS]: its query head
     float* maxima;  // [WARPS][QUERY_ROWS]
     float* sums;  // [WARPS][QUERY_ROWS]
     uint32_t* prefix;  // [MAX_SEQUENCES + 1]: units times row tiles before each sequence
@@ -52,7 +54,7 @@ struct Call {
     float scale;  // of the scores, times log2(e)
     float* partials;  // [2 * blocks][PARTIAL]
     uint32_t* counters;  // [blocks], zero before and after
-    uint32_t min_units;  // smallest range of a block
+    uint32_t min_units;  // smallest range of a block where sequences are as long
     Activations output;
     Rope rope;
 };
@@ -61,7 +63,7 @@ struct Call {
 struct Segment {
     uint32_t sequence, key_value_head, row_tile;
     uint32_t first_unit, end_unit, num_units;
-    uint32_t num_tokens, num_keys;
+    uint32_t first_token, num_tokens, num_keys;
     HeadRange heads;
     uint32_t pair_start;  // in the list of units
 };
@@ -119,6 +121,7 @@ __device__ __forceinline__ Segment find_segment(const Call& call, const uint32_t
     }
     Segment segment;
     segment.sequence = low;
+    segment.first_token = call.batch.token_offsets[low];
     segment.num_tokens = num_tokens(call.batch, low);
     segment.num_keys = call.batch.first_positions[low] + segment.num_tokens;
     segment.num_units = units(segment.num_keys);
@@ -271,46 +274,74 @@ __device__ __forceinline__ void attend(Sums& sums, const uint32_t (&queries)[COL
 }
 
 // Rows of a segment: row r is token r / heads, query head r % heads of the group.
-__device__ __forceinline__ uint32_t first_row(const Segment& segment) {
-    return segment.row_tile * QUERY_ROWS;
+__device__ __forceinline__ uint32_t num_rows(const Segment& segment) {
+    const uint32_t all = segment.num_tokens * segment.heads.count, first = segment.row_tile * QUERY_ROWS;
+    return all > first ? min(all - first, QUERY_ROWS) : 0;
 }
 
-__device__ __forceinline__ uint32_t num_rows(const Segment& segment) {
-    const uint32_t all = segment.num_tokens * segment.heads.count, first = first_row(segment);
-    return all > first ? min(all - first, QUERY_ROWS) : 0;
+// Says of which token and head each row is, once for all who ask; computes the angles of the new token.
+__device__ __forceinline__ void describe_rows(const Call& call, const Segment& segment, const Shared& shared) {
+    if (threadIdx.x < QUERY_ROWS) {
+        const uint32_t place = segment.row_tile * QUERY_ROWS + threadIdx.x, count = max(segment.heads.count, 1);
+        const uint32_t token = min(place / count, segment.num_tokens - 1);
+        shared.tokens[threadIdx.x] = segment.first_token + token;
+        shared.heads[threadIdx.x] = segment.heads.first + place % count;
+    }
+    if (FUSED) {
+        for (uint32_t pair = threadIdx.x; pair < call.rope.rotary_dim / 2; pair += THREADS) {
+            shared.rotations[pair] = rotation(call.rope, segment.num_keys - 1, pair);
+        }
+    }
 }
 
 // Brings the query rows to shared memory; rotates them, and the new key and value, if they are not yet.
 __device__ __forceinline__ void load_rows(const Call& call, const Segment& segment, const Shared& shared) {
-    const uint32_t token = call.batch.token_offsets[segment.sequence], rows = num_rows(segment);
-    for (uint32_t index = threadIdx.x; index < QUERY_ROWS * HEAD_DIM; index += THREADS) {
-        const uint32_t row = index / HEAD_DIM, element = index % HEAD_DIM;
-        float value = 0.0f;
-        if (row < rows) {
-            const uint32_t place = first_row(segment) + row;
-            const query_t* head = call.queries + (token + place / segment.heads.count) * call.query_stride +
-                                  (segment.heads.first + place % segment.heads.count) * HEAD_DIM;
-            value = FUSED ? rotated(call.rope, shared.rotations, head, element) : to_float(head[element]);
-        }
-        shared.queries[row * QUERY_STRIDE + element] = to_element(value);
+    constexpr unsigned OWN = QUERY_ROWS * HEAD_DIM / THREADS, FRESH = (2 * HEAD_DIM + THREADS - 1) / THREADS;
+    static_assert(QUERY_ROWS * HEAD_DIM % THREADS == 0, "every thread has as many elements");
+    constexpr unsigned EACH = OWN + (FUSED ? FRESH : 0);
+    const uint32_t rows = num_rows(segment), kept = call.heads.num_heads + segment.key_value_head;
+    const bool has_fresh = FUSED && segment.end_unit == segment.num_units;
+    query_t own[EACH], other[EACH];
+    Partner partners[EACH];
+    // All loads without a branch or a use between them, so that they are under way together.
+#pragma unroll
+    for (unsigned turn = 0; turn < EACH; ++turn) {
+        const unsigned index = (turn < OWN ? turn : turn - OWN) * THREADS + threadIdx.x;
+        const unsigned row = index / HEAD_DIM, element = index % HEAD_DIM;
+        const uint32_t side = row == 0 ? kept : kept + call.heads.num_key_value_heads;
+        const uint32_t token = shared.tokens[turn < OWN ? row : 0], head = turn < OWN ? shared.heads[row] : side;
+        const query_t* from = call.queries + token * call.query_stride + head * HEAD_DIM;
+        partners[turn] = {element, 1.0f, 0.0f};
+        if (FUSED && (turn < OWN || row == 0)) partners[turn] = partner(call.rope, shared.rotations, element);
+        const bool is_there = turn < OWN ? row < rows : has_fresh && row < 2;
+        own[turn] = is_there ? from[element] : (query_t)0;
+        other[turn] = FUSED && is_there ? from[partners[turn].index] : (query_t)0;
     }
-    if (!FUSED || segment.end_unit < segment.num_units) return;
-    const query_t* keys = call.queries + token * call.query_stride +
-                          (call.heads.num_heads + segment.key_value_head) * HEAD_DIM;
-    const query_t* values = keys + call.heads.num_key_value_heads * HEAD_DIM;
+    half_t values[EACH];
+#pragma unroll
+    for (unsigned turn = 0; turn < EACH; ++turn) {
+        const float value = to_float(own[turn]);
+        const Partner& by = partners[turn];
+        values[turn] = to_element(FUSED ? value * by.cosine + to_float(other[turn]) * by.sine : value);
+    }
+#pragma unroll
+    for (unsigned turn = 0; turn < OWN; ++turn) {
+        const unsigned index = turn * THREADS + threadIdx.x;
+        shared.queries[index / HEAD_DIM * QUERY_STRIDE + index % HEAD_DIM] = values[turn];
+    }
+    if (!has_fresh) return;
     const uint32_t position = segment.num_keys - 1;
     const uint32_t* table = call.batch.block_tables + (uint64_t)segment.sequence * call.batch.table_stride;
     half_t* tile = call.layer + tile_offset(table[position / BLOCK_SIZE], segment.key_value_head,
                                             call.heads.num_key_value_heads);
-    for (uint32_t index = threadIdx.x; index < 2 * HEAD_DIM; index += THREADS) {
-        const uint32_t element = index % HEAD_DIM;
-        const bool is_key = index < HEAD_DIM;
-        const half_t value =
-            to_element(is_key ? rotated(call.rope, shared.rotations, keys, element) : to_float(values[element]));
-        shared.fresh[index] = value;
+#pragma unroll
+    for (unsigned turn = OWN; turn < EACH; ++turn) {
+        const unsigned index = (turn - OWN) * THREADS + threadIdx.x, element = index % HEAD_DIM;
+        if (index >= 2 * HEAD_DIM) break;
+        shared.fresh[index] = values[turn];
         if (segment.row_tile == 0) {
             const unsigned at = chunk_offset<BLOCK_SIZE>(position % BLOCK_SIZE, element / CHUNK) + element % CHUNK;
-            tile[(is_key ? 0 : TILE) + at] = value;
+            tile[(index < HEAD_DIM ? 0 : TILE) + at] = values[turn];
         }
     }
 }
@@ -340,9 +371,8 @@ __device__ __forceinline__ void run(const Call& call, const Segment& segment, co
         }
 #pragma unroll
         for (unsigned half = 0; half < 2; ++half) {
-            const uint32_t place = first_row(segment) + 8 * column + lane % 4 * 2 + half;
-            const uint32_t token = place / max(segment.heads.count, 1u);
-            limits[column][half] = feed.first_position + min(token + 1, segment.num_tokens);
+            const uint32_t token = shared.tokens[8 * column + lane % 4 * 2 + half];
+            limits[column][half] = feed.first_position + token - segment.first_token + 1;
         }
     }
     const uint32_t position = segment.num_keys - 1;
@@ -373,9 +403,9 @@ __device__ __forceinline__ void store(const Activations& to, uint32_t token, uin
 
 // Adds `count` partials of a row and stores it. `at(p)` gives partial p.
 template <typename Locate>
-__device__ __forceinline__ void combine_row(const Call& call, const Segment& segment, uint32_t row, uint32_t count,
+__device__ __forceinline__ void combine_row(const Call& call, const Shared& shared, uint32_t row, uint32_t count,
                                             Locate at) {
-    constexpr unsigned PARTS = (HEAD_DIM + WARP - 1) / WARP, AHEAD = 4;
+    constexpr unsigned PARTS = (HEAD_DIM + WARP - 1) / WARP, AHEAD = 8;
     const unsigned lane = threadIdx.x % WARP;
     float output[PARTS] = {}, largest = LOWEST, sum = 0.0f;
     for (uint32_t base = 0; base < count; base += WARP) {
@@ -407,8 +437,8 @@ __device__ __forceinline__ void combine_row(const Call& call, const Segment& seg
             }
 #pragma unroll
             for (unsigned index = 0; index < AHEAD; ++index) {
-                const float other = __shfl_sync(FULL_MASK, weight, min(part + index, here - 1));
-                if (part + index >= here) break;
+                const float known = __shfl_sync(FULL_MASK, weight, min(part + index, WARP - 1));
+                const float other = part + index < here ? known : 0.0f;
 #pragma unroll
                 for (unsigned column = 0; column < PARTS; ++column) output[column] += other * values[index][column];
             }
@@ -416,11 +446,11 @@ __device__ __forceinline__ void combine_row(const Call& call, const Segment& seg
     }
 #pragma unroll
     for (unsigned distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(FULL_MASK, sum, distance);
-    const uint32_t place = first_row(segment) + row;
-    const uint32_t token = call.batch.token_offsets[segment.sequence] + place / segment.heads.count;
-    const uint32_t head = segment.heads.first + place % segment.heads.count;
+    const uint32_t token = shared.tokens[row], head = shared.heads[row];
 #pragma unroll
-    for (unsigned index = 0; index < PARTS; ++index) store(call.output, token, head, index, output[index] / sum);
+    for (unsigned index = 0; index < PARTS; ++index) {
+        store(call.output, token, head, index, __fdividef(output[index], sum));
+    }
 }
 
 // Adds one for all writes of the block before it, and sees the writes of those that did so before.
@@ -468,8 +498,8 @@ __device__ __forceinline__ void join_warps(const Call& call, const Segment& segm
             weights[other] = exp2_fast(shared.maxima[other * QUERY_ROWS + row] - largest);
             sum += weights[other] * shared.sums[other * QUERY_ROWS + row];
         }
-        const uint32_t place = first_row(segment) + row;
-        const uint32_t token = call.batch.token_offsets[segment.sequence] + place / segment.heads.count;
+        const uint32_t token = shared.tokens[row], head = shared.heads[row];
+#pragma unroll
         for (unsigned part = 0; part < (HEAD_DIM + WARP - 1) / WARP; ++part) {
             const unsigned element = part * WARP + lane;
             float value = 0.0f;
@@ -479,8 +509,7 @@ __device__ __forceinline__ void join_warps(const Call& call, const Segment& segm
                 value += weights[other] * outputs[(other * QUERY_ROWS + row) * OUTPUT_STRIDE + min(element, HEAD_DIM - 1)];
             }
             if (partial == nullptr) {
-                const uint32_t head = segment.heads.first + place % segment.heads.count;
-                store(call.output, token, head, part, value / sum);
+                store(call.output, token, head, part, __fdividef(value, sum));
             } else if (element < HEAD_DIM) {
                 partial[row * HEAD_DIM + element] = value;
             }
@@ -493,7 +522,8 @@ __device__ __forceinline__ void join_warps(const Call& call, const Segment& segm
 }
 
 // Counts this block among those of the pair; the last one adds up their partials.
-__device__ __forceinline__ void combine_blocks(const Call& call, const Segment& segment, uint32_t range) {
+__device__ __forceinline__ void combine_blocks(const Call& call, const Segment& segment, const Shared& shared,
+                                               uint32_t range) {
     __shared__ bool is_last;
     const uint32_t first = segment.pair_start / range;
     const uint32_t last = (segment.pair_start + segment.num_units - 1) / range;
@@ -506,7 +536,7 @@ __device__ __forceinline__ void combine_blocks(const Call& call, const Segment& 
     if (!is_last) return;
     const bool starts_range = segment.pair_start % range == 0;
     for (uint32_t row = threadIdx.x / WARP; row < num_rows(segment); row += WARPS) {
-        combine_row(call, segment, row, last - first + 1, [&](uint32_t part) {
+        combine_row(call, shared, row, last - first + 1, [&](uint32_t part) {
             // A block's first segment is in its first place, its last one in the second.
             const uint64_t place = 2ull * (first + part) + (part == 0 && !starts_range);
             return call.partials + place * PARTIAL;
@@ -519,12 +549,16 @@ extern "C" __global__ __launch_bounds__(THREADS) void attention_decode(const __g
     __shared__ __align__(16) half_t queries[QUERY_ROWS * QUERY_STRIDE];
     __shared__ __align__(16) half_t fresh[2 * HEAD_DIM];
     __shared__ float2 rotations[HEAD_DIM / 2];
+    __shared__ uint32_t row_tokens[QUERY_ROWS], row_heads[QUERY_ROWS];
     __shared__ float maxima[WARPS * QUERY_ROWS], weight_sums[WARPS * QUERY_ROWS];
     __shared__ uint32_t prefix[MAX_SEQUENCES + 1];
-    const Shared shared = {(half_t*)dynamic, queries, fresh, rotations, maxima, weight_sums, prefix};
+    const Shared shared = {(half_t*)dynamic, queries, fresh, rotations, row_tokens, row_heads,
+                           maxima, weight_sums, prefix};
     allow_next();
     const uint32_t total = count_units(call, prefix);
-    const uint32_t range = max(call.min_units, (total + gridDim.x - 1) / gridDim.x);
+    // Small ranges are not worth adding up, but whole sequences and heads had better be apart.
+    const uint32_t average = total / (call.batch.num_sequences * call.heads.num_key_value_heads);
+    const uint32_t range = max(max(1, min(call.min_units, average)), (total + gridDim.x - 1) / gridDim.x);
     const uint32_t begin = min(total, blockIdx.x * range), end = min(total, begin + range);
     const uint32_t ring = shared_address(dynamic) + threadIdx.x / WARP * (STAGES * STAGE * 2);
     for (uint32_t at = begin; at < end;) {
@@ -532,12 +566,8 @@ extern "C" __global__ __launch_bounds__(THREADS) void attention_decode(const __g
         Feed feed(call, segment, ring);
 #pragma unroll
         for (unsigned step = 0; step < STAGES - 1; ++step) feed.issue(step);
-        if (FUSED) {
-            for (uint32_t pair = threadIdx.x; pair < call.rope.rotary_dim / 2; pair += THREADS) {
-                rotations[pair] = rotation(call.rope, segment.num_keys - 1, pair);
-            }
-            __syncthreads();
-        }
+        describe_rows(call, segment, shared);
+        __syncthreads();
         wait_for_previous();
         load_rows(call, segment, shared);
         __syncthreads();
@@ -549,7 +579,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void attention_decode(const __g
         const unsigned place = at == begin ? 0 : 1;
         join_warps(call, segment, shared, sums,
                    is_whole ? nullptr : call.partials + (2ull * blockIdx.x + place) * PARTIAL);
-        if (!is_whole) combine_blocks(call, segment, range);
+        if (!is_whole) combine_blocks(call, segment, shared, range);
         __syncthreads();
         at += segment.end_unit - segment.first_unit;
     }

@@ -81,7 +81,11 @@ extern "C" __global__ __launch_bounds__(THREADS) void rope_and_store(
 #pragma unroll
         for (unsigned element = 0; element < CHUNK; ++element) {
             const unsigned at = chunk * CHUNK + element;
-            values[element] = is_value ? heads[local][at] : rotated(rope, rotations, heads[local], at);
+            values[element] = heads[local][at];
+            if (!is_value) {
+                const Partner other = partner(rope, rotations, at);
+                values[element] = values[element] * other.cosine + heads[local][other.index] * other.sine;
+            }
         }
         if (head < num_heads) {
             store_chunk(values, queries + (uint64_t)token * query_stride + head * HEAD_DIM + chunk * CHUNK);

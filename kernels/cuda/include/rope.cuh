@@ -1,4 +1,4 @@
-// Rotary embedding of single elements.
+// Rotary embedding, element by element.
 
 #pragma once
 
@@ -23,16 +23,19 @@ __device__ __forceinline__ float2 rotation(const Rope& rope, uint32_t position, 
     return make_float2(cosine * rope.magnitude, sine * rope.magnitude);
 }
 
-// Element `element` of a head after the rotation. `rotations` holds those of all pairs.
-template <typename Value>
-__device__ __forceinline__ float rotated(const Rope& rope, const float2* rotations, const Value* head, uint32_t element) {
-    const float own = to_float(head[element]);
-    if (element >= rope.rotary_dim) return own;
+// What makes up an element of a rotated head: own * cosine + other * sine, `other` being element `index`.
+struct Partner {
+    uint32_t index;
+    float cosine, sine;
+};
+
+// Of an element; `rotations` holds those of all pairs. Elements behind the rotated ones stay as they are.
+__device__ __forceinline__ Partner partner(const Rope& rope, const float2* rotations, uint32_t element) {
+    if (element >= rope.rotary_dim) return {element, 1.0f, 0.0f};
     const uint32_t half = rope.rotary_dim / 2;
     const bool is_second = rope.is_interleaved ? element % 2 : element >= half;
     const uint32_t pair = rope.is_interleaved ? element / 2 : is_second ? element - half : element;
     const uint32_t distance = rope.is_interleaved ? 1 : half;
-    const float other = to_float(head[is_second ? element - distance : element + distance]);
     const float2 turn = rotations[pair];
-    return is_second ? other * turn.y + own * turn.x : own * turn.x - other * turn.y;
+    return {is_second ? element - distance : element + distance, turn.x, is_second ? turn.y : -turn.y};
 }
