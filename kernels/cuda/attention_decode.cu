@@ -1,25 +1,17 @@
 // Attention of a few query tokens a sequence over its whole cache; memory-bound, so every key and value is read once.
 // Sources: Flash-Decoding (Dao et al. 2023); FlashAttention-4's rule to rescale only where the maximum grows much.
 //
-// Work is cut for balance, not by sequence: the units (UNIT tokens of a head) of all sequences and key/value heads make
-// one list, and each block takes an equal range of it. What a block has of one sequence and head is a segment. Inside it
-// each warp takes 16 tokens of a unit through its own ring of copies. Products are transposed, S = K x Q' and
-// O' = V' x P', so that the 8 columns of the tensor cores hold the query rows (heads of the group times tokens) and the
-// 16 rows hold keys. A segment that is not all of its sequence is written to `partials`; of the blocks that share a
-// sequence and head the last to arrive adds up, in the order of the blocks, so results repeat.
+// Inside a segment (decode_work.cuh) each warp takes 16 tokens of a unit through its own ring of copies. Products are
+// transposed, S = K x Q' and O' = V' x P', so that the 8 columns of the tensor cores hold the query rows (heads of the
+// group times tokens) and the 16 rows hold keys. A segment that is not all of its sequence is written to `partials`; of
+// the blocks that share a sequence and head the last to arrive adds up, in the order of the blocks, so results repeat.
 // Launch: any number of blocks of THREADS threads, the same as partials were allocated for; dynamic shared memory.
 // -DHEAD_DIM -DBLOCK_SIZE -DBFLOAT as in kv_cache.cuh; -DQUERY_FLOAT=1: queries of f32; -DSTAGES: copies in a ring;
-// -DQUERY_ROWS: query rows of a segment, 8 or 16 or 32; -DFUSED=1: rows are qkv of one new token a sequence, not yet rotated:
-// rotates, stores keys and values in the cache and attends, all in one.
+// -DQUERY_ROWS: query rows of a segment, 8 or 16 or 32; -DFUSED=1: rows are qkv of one new token a sequence, not yet
+// rotated: rotates, stores keys and values in the cache and attends, all in one.
 
-#include "attention.cuh"
-#include "rope.cuh"
+#include "decode_work.cuh"
 
-constexpr unsigned WARPS = 4;
-constexpr unsigned THREADS = WARPS * WARP;
-constexpr unsigned STEP = 16;  // tokens of a warp at a time
-constexpr unsigned UNIT = WARPS * STEP;
-constexpr unsigned MAX_SEQUENCES = 1024;
 constexpr unsigned STAGE = 2 * STEP * HEAD_DIM;  // elements: keys, then values
 constexpr unsigned COLUMNS = QUERY_ROWS / 8;  // tiles of query rows
 constexpr unsigned DEPTH = HEAD_DIM / 16;
@@ -43,98 +35,6 @@ struct Shared {
     float* sums;  // [WARPS][QUERY_ROWS]
     uint32_t* prefix;  // [MAX_SEQUENCES + 1]: units times row tiles before each sequence
 };
-
-// Everything that does not change within a launch.
-struct Call {
-    Batch batch;
-    Heads heads;
-    const query_t* queries;
-    uint64_t query_stride;
-    half_t* layer;
-    float scale;  // of the scores, times log2(e)
-    float* partials;  // [2 * blocks][PARTIAL]
-    uint32_t* counters;  // [blocks], zero before and after
-    uint32_t min_units;  // smallest range of a block where sequences are as long
-    Activations output;
-    Rope rope;
-};
-
-// A range of units of one sequence, key/value head and tile of query rows.
-struct Segment {
-    uint32_t sequence, key_value_head, row_tile;
-    uint32_t first_unit, end_unit, num_units;
-    uint32_t first_token, num_tokens, num_keys;
-    HeadRange heads;
-    uint32_t pair_start;  // in the list of units
-};
-
-__device__ __forceinline__ uint32_t row_tiles(const Call& call, uint32_t tokens) {
-    return (tokens * call.heads.group_size + QUERY_ROWS - 1) / QUERY_ROWS;
-}
-
-__device__ __forceinline__ uint32_t units(uint32_t num_keys) {
-    return (num_keys + UNIT - 1) / UNIT;
-}
-
-// Fills `prefix`; the total of units over all heads.
-__device__ __forceinline__ uint32_t count_units(const Call& call, uint32_t* prefix) {
-    __shared__ uint32_t warp_totals[WARPS];
-    const Batch& batch = call.batch;
-    const uint32_t each = (batch.num_sequences + THREADS - 1) / THREADS, first = threadIdx.x * each;
-    uint32_t own = 0;
-    for (uint32_t sequence = first; sequence < min(first + each, batch.num_sequences); ++sequence) {
-        const uint32_t tokens = num_tokens(batch, sequence);
-        own += tokens == 0 ? 0 : row_tiles(call, tokens) * units(batch.first_positions[sequence] + tokens);
-        prefix[sequence + 1] = own;
-    }
-    const unsigned lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    uint32_t before = own;
-#pragma unroll
-    for (unsigned distance = 1; distance < WARP; distance *= 2) {
-        const uint32_t other = __shfl_up_sync(FULL_MASK, before, distance);
-        before += lane >= distance ? other : 0;
-    }
-    if (lane == WARP - 1) warp_totals[warp] = before;
-    before -= own;
-    __syncthreads();
-    uint32_t total = 0;
-    for (unsigned other = 0; other < WARPS; ++other) {
-        before += other < warp ? warp_totals[other] : 0;
-        total += warp_totals[other];
-    }
-    for (uint32_t sequence = first; sequence < min(first + each, batch.num_sequences); ++sequence) {
-        prefix[sequence + 1] += before;
-    }
-    if (threadIdx.x == 0) prefix[0] = 0;
-    __syncthreads();
-    return total * call.heads.num_key_value_heads;
-}
-
-// The segment at place `at` of the list, not beyond `end`.
-__device__ __forceinline__ Segment find_segment(const Call& call, const uint32_t* prefix, uint32_t at, uint32_t end) {
-    const uint32_t num_heads = call.heads.num_key_value_heads, place = at / num_heads;
-    uint32_t low = 0, high = call.batch.num_sequences;
-    while (low + 1 < high) {
-        const uint32_t middle = (low + high) / 2;
-        if (prefix[middle] <= place) low = middle;
-        else high = middle;
-    }
-    Segment segment;
-    segment.sequence = low;
-    segment.first_token = call.batch.token_offsets[low];
-    segment.num_tokens = num_tokens(call.batch, low);
-    segment.num_keys = call.batch.first_positions[low] + segment.num_tokens;
-    segment.num_units = units(segment.num_keys);
-    const uint32_t start = prefix[low] * num_heads;
-    const uint32_t pair = (at - start) / segment.num_units;
-    segment.pair_start = start + pair * segment.num_units;
-    segment.key_value_head = pair % num_heads;
-    segment.row_tile = pair / num_heads;
-    segment.heads = query_heads(call.heads, segment.key_value_head);
-    segment.first_unit = at - segment.pair_start;
-    segment.end_unit = min(segment.num_units, end - segment.pair_start);
-    return segment;
-}
 
 // Copies of a warp's share of a segment into its ring.
 struct Feed {
@@ -227,7 +127,8 @@ struct Sums {
 
 // Adds 16 tokens, whose keys and values are at `stage`. Row limits say how many keys each query row of the lane sees.
 __device__ __forceinline__ void attend(Sums& sums, const uint32_t (&queries)[COLUMNS][DEPTH][2], uint32_t stage,
-                                       uint32_t key, const uint32_t (&limits)[COLUMNS][2], bool is_masked, float scale) {
+                                       uint32_t key, const uint32_t (&limits)[COLUMNS][2], bool is_masked,
+                                       float scale) {
     const unsigned lane = threadIdx.x % WARP;
     float scores[COLUMNS][4] = {};
     // Two chains of products hide half of their latency.
@@ -271,12 +172,6 @@ __device__ __forceinline__ void attend(Sums& sums, const uint32_t (&queries)[COL
             mma(sums.output[column][depth], values, weights[column][0], weights[column][1]);
         }
     }
-}
-
-// Rows of a segment: row r is token r / heads, query head r % heads of the group.
-__device__ __forceinline__ uint32_t num_rows(const Segment& segment) {
-    const uint32_t all = segment.num_tokens * segment.heads.count, first = segment.row_tile * QUERY_ROWS;
-    return all > first ? min(all - first, QUERY_ROWS) : 0;
 }
 
 // Says of which token and head each row is, once for all who ask; computes the angles of the new token.
@@ -391,7 +286,8 @@ __device__ __forceinline__ void run(const Call& call, const Segment& segment, co
 }
 
 // Stores 32 columns of a head; `columns` of the output need be no multiple of 32 where there are no tiles.
-__device__ __forceinline__ void store(const Activations& to, uint32_t token, uint32_t head, unsigned part, float value) {
+__device__ __forceinline__ void store(const Activations& to, uint32_t token, uint32_t head, unsigned part,
+                                      float value) {
     if (HEAD_DIM % WARP == 0) {
         store_activations(to, token, head * (HEAD_DIM / WARP) + part, value);
     } else if (part * WARP + threadIdx.x % WARP < HEAD_DIM) {
@@ -492,7 +388,9 @@ __device__ __forceinline__ void join_warps(const Call& call, const Segment& segm
     for (uint32_t row = warp; row < rows; row += WARPS) {
         float largest = LOWEST, sum = 0.0f, weights[WARPS];
 #pragma unroll
-        for (unsigned other = 0; other < WARPS; ++other) largest = fmaxf(largest, shared.maxima[other * QUERY_ROWS + row]);
+        for (unsigned other = 0; other < WARPS; ++other) {
+            largest = fmaxf(largest, shared.maxima[other * QUERY_ROWS + row]);
+        }
 #pragma unroll
         for (unsigned other = 0; other < WARPS; ++other) {
             weights[other] = exp2_fast(shared.maxima[other * QUERY_ROWS + row] - largest);
@@ -506,7 +404,8 @@ __device__ __forceinline__ void join_warps(const Call& call, const Segment& segm
 #pragma unroll
             for (unsigned other = 0; other < WARPS; ++other) {
                 // Reads of the padding behind a row of 80 are harmless and not stored.
-                value += weights[other] * outputs[(other * QUERY_ROWS + row) * OUTPUT_STRIDE + min(element, HEAD_DIM - 1)];
+                value +=
+                    weights[other] * outputs[(other * QUERY_ROWS + row) * OUTPUT_STRIDE + min(element, HEAD_DIM - 1)];
             }
             if (partial == nullptr) {
                 store(call.output, token, head, part, __fdividef(value, sum));

@@ -1,12 +1,12 @@
 // Causal flash attention of many query tokens a sequence: prompts, and chunks of them behind a cached prefix.
-// Source: FlashAttention-2 (Dao 2023). For GPUs whose tensor cores a warp feeds alone (mma.sync); Hopper has a kernel of
-// its own, attention_prefill_hopper.cu.
+// Source: FlashAttention-2 (Dao 2023). For GPUs whose tensor cores a warp feeds alone (mma.sync); Hopper has a
+// kernel of its own, attention_prefill_hopper.cu.
 //
 // The query rows of a key/value head are the heads of its group times the tokens, token by token, so heads that share
 // keys share their reads, also where a chunk is short. A block takes TILE_ROWS rows, each warp some of them, and goes
 // through the keys from the last to the first in tiles of TILE_KEYS, copied ahead of their use.
-// Launch: row tiles of all sequences times num_key_value_heads blocks of THREADS threads, heaviest first; dynamic shared
-// memory.
+// Launch: row tiles of all sequences times num_key_value_heads blocks of THREADS threads, heaviest first; dynamic
+// shared memory.
 // -DHEAD_DIM -DBLOCK_SIZE -DBFLOAT as in kv_cache.cuh; -DQUERY_FLOAT=1: queries of f32; -DWARP_TILES: 16-row tiles of a
 // warp; -DTILE_KEYS: a multiple of 16.
 

@@ -1,11 +1,11 @@
 // Causal flash attention of many query tokens a sequence, for Hopper: what attention_prefill.cu does elsewhere.
 // Source: FlashAttention-3 (Shah et al. 2024).
 //
-// A block of three warp groups stays on its multiprocessor and goes through row tiles, heaviest first. One warp copies
-// tiles of keys and values, which lie in the cache as wgmma wants them, two stages deep. The other two groups have 64
-// query rows each; they take turns, so that one group's exponentials run beside the other's products, and inside a group
-// the scores of a tile are under way while the tile before is weighed.
-// Query rows of a key/value head are the heads of its group times the tokens, token by token.
+// A block of three warp groups stays on its multiprocessor and goes through row tiles, heaviest first. One warp
+// copies tiles of keys and values, which lie in the cache as wgmma wants them, two stages deep. The other two groups
+// have 64 query rows each; they take turns, so that one group's exponentials run beside the other's products, and
+// inside a group the scores of a tile are under way while the tile before is weighed. Query rows of a key/value head
+// are the heads of its group times the tokens, token by token.
 // Launch: at most as many blocks of 384 threads as multiprocessors; dynamic shared memory.
 // -DHEAD_DIM -DBLOCK_SIZE -DBFLOAT as in kv_cache.cuh; -DQUERY_FLOAT=1: queries of f32; -DTILE_KEYS: 64 or 128.
 

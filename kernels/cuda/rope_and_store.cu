@@ -1,9 +1,10 @@
-// Rotary embedding and KV store: rotates the queries and the keys of each token, and writes keys and values to the slots
-// of the paged cache. One block takes HEADS heads of a token through shared memory, so queries may be rotated in place.
+// Rotary embedding and KV store: rotates the queries and the keys of each token, and writes keys and values to the
+// slots of the paged cache. One block takes HEADS heads of a token through shared memory, so queries may be rotated
+// in place.
 // Source: RoFormer (Su et al. 2021).
 // Launch: [num_tokens, ceil(all heads / HEADS)] blocks of THREADS threads.
-// -DHEAD_DIM, -DBLOCK_SIZE, -DBFLOAT: of the cache; -DQKV_FLOAT=1: rows of f32, else of the cache's type; -DQUERY_FLOAT=1:
-// rotated queries likewise.
+// -DHEAD_DIM, -DBLOCK_SIZE, -DBFLOAT: of the cache; -DQKV_FLOAT=1: rows of f32, else of the cache's type;
+// -DQUERY_FLOAT=1: rotated queries likewise.
 
 #include "kv_cache.cuh"
 #include "rope.cuh"

@@ -1,6 +1,6 @@
 // What both attention kernels read besides the cache: the sequences of the step, the heads held here, the queries.
-// Invariant: everything here was uploaded before the step, so it may be read before `wait_for_previous`; so may the keys
-// and values below a sequence's `first_position`.
+// Invariant: everything here was uploaded before the step, so it may be read before `wait_for_previous`; so may the
+// keys and values below a sequence's `first_position`.
 
 #pragma once
 
@@ -90,7 +90,8 @@ __device__ __forceinline__ uint4 load_query(const float* from) {
 }
 
 // Stores two neighbouring columns of a token's row.
-__device__ __forceinline__ void store_pair(const Activations& to, uint32_t token, uint32_t column, float low, float high) {
+__device__ __forceinline__ void store_pair(const Activations& to, uint32_t token, uint32_t column, float low,
+                                           float high) {
     const uint64_t at = (uint64_t)token * to.columns + column;
     if (to.halves != nullptr) {
         *(uint32_t*)(to.halves + at) = to.is_bfloat ? to_bfloat(low) | (uint32_t)to_bfloat(high) << 16

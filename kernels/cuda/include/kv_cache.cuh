@@ -1,9 +1,9 @@
 // The paged cache of keys and values, as rope_and_store writes it and attention reads it.
 //
-// A layer is [num_blocks][num_key_value_heads][keys, values][BLOCK_SIZE tokens x HEAD_DIM]. The last part, a tile, is cut
-// into pieces of PIECE columns, [HEAD_DIM / PIECE][BLOCK_SIZE][PIECE]: rows of 128 bytes where HEAD_DIM allows it. Inside
-// each 128 bytes the 16-byte chunks are permuted by the row, just as tensor cores want them in shared memory: so tiles
-// are copied as they lie, and reading eight rows of one column meets no bank conflict.
+// A layer is [num_blocks][num_key_value_heads][keys, values][BLOCK_SIZE tokens x HEAD_DIM]. The last part, a tile,
+// is cut into pieces of PIECE columns, [HEAD_DIM / PIECE][BLOCK_SIZE][PIECE]: rows of 128 bytes where HEAD_DIM
+// allows it. Inside each 128 bytes the 16-byte chunks are permuted by the row, just as tensor cores want them in
+// shared memory: so tiles are copied as they lie, and reading eight rows of one column meets no bank conflict.
 // -DHEAD_DIM: a multiple of 16; -DBLOCK_SIZE: a multiple of 16.
 
 #pragma once

@@ -12,8 +12,8 @@ struct Rope {
     uint32_t is_interleaved;  // pairs 2i, 2i + 1; else i, i + rotary_dim / 2
 };
 
-// Cosine and sine at `position`, times the magnitude. The angle is reduced in f64: in f32 a position of 100,000 would be
-// off by 0.004 radians.
+// Cosine and sine at `position`, times the magnitude. The angle is reduced in f64: in f32 a position of 100,000
+// would be off by 0.004 radians.
 __device__ __forceinline__ float2 rotation(const Rope& rope, uint32_t position, uint32_t pair) {
     const double turns = (double)position * (double)rope.frequencies[pair] * 0.15915494309189535;
     const float angle = (float)(turns - rint(turns)) * 6.2831853071795865f;

@@ -60,8 +60,8 @@ __device__ __forceinline__ void multiply_shared(float (&d)[SIZE], uint64_t a, ui
     }
 }
 
-// d += a * b: a [64, 16] in registers, b [16 rows, COLUMNS] in shared memory, its rows along the sum. The registers of d
-// begin at FIRST.
+// d += a * b: a [64, 16] in registers, b [16 rows, COLUMNS] in shared memory, its rows along the sum. The registers
+// of d begin at FIRST.
 template <int COLUMNS, int FIRST, int SIZE>
 __device__ __forceinline__ void multiply_registers(float (&d)[SIZE], const uint32_t (&a)[4], uint64_t b) {
     static_assert(COLUMNS == 128 || COLUMNS == 64 || COLUMNS == 32 || COLUMNS == 16, "columns of one product");

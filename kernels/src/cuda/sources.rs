@@ -40,6 +40,7 @@ pub const SOURCES: &[&Source] = &[
 pub const HEADERS: &[(&str, &str)] = &[
     ("activations.cuh", include_str!("../../cuda/include/activations.cuh")),
     ("attention.cuh", include_str!("../../cuda/include/attention.cuh")),
+    ("decode_work.cuh", include_str!("../../cuda/include/decode_work.cuh")),
     ("gumbel.cuh", include_str!("../../cuda/include/gumbel.cuh")),
     ("half_mma.cuh", include_str!("../../cuda/include/half_mma.cuh")),
     ("kv_cache.cuh", include_str!("../../cuda/include/kv_cache.cuh")),

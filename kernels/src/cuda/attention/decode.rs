@@ -84,6 +84,11 @@ impl Shape {
         let blocks = per_multiprocessor * gpu.limits().num_multiprocessors as usize;
         Self { stages, blocks, shared_bytes: (stages * stage_bytes) as u32 }
     }
+
+    /// Whether a segment may have so many query rows: their sums stay in registers, and in the end take the rings' place.
+    fn holds(&self, rows: usize, head_dim: usize) -> bool {
+        rows * head_dim <= MAX_SUMS && WARPS * rows * (head_dim + 4) * size_of::<f32>() <= self.shared_bytes as usize
+    }
 }
 
 impl Workspace {
@@ -101,9 +106,9 @@ impl Workspace {
     pub(super) fn launch(&self, gpu: &Gpu, call: &AttentionCall, rope: Option<&CudaRope>) -> Result<(), KernelError> {
         let head_dim = call.batch.spec.head_dim;
         let wanted = call.batch.max_decode_tokens * call.batch.group_size;
-        let mut rows = QUERY_ROWS.into_iter().filter(|rows| rows * head_dim <= MAX_SUMS);
-        let rows = rows.clone().find(|rows| *rows >= wanted).or(rows.next_back()).unwrap_or(QUERY_ROWS[0]);
         let shape = Shape::new(gpu, head_dim);
+        let mut rows = QUERY_ROWS.into_iter().filter(|rows| shape.holds(*rows, head_dim));
+        let rows = rows.clone().find(|rows| *rows >= wanted).or(rows.next_back()).unwrap_or(QUERY_ROWS[0]);
         let mut options = call.options();
         options.extend([
             format!("-DSTAGES={}", shape.stages),
