@@ -2,7 +2,7 @@
 
 use std::{net::SocketAddr, num::NonZero, time::Duration};
 
-use crate::WorkerError;
+use crate::{WorkerError, devices::DeviceSettings};
 
 /// Checked settings.
 #[derive(Clone, Debug)]
@@ -17,11 +17,10 @@ pub struct WorkerConfig {
     pub rank_listen: SocketAddr,
     /// Host name or address under which others reach this worker.
     pub advertise_host: String,
-    /// CPU devices (ranks) of this worker.
-    pub num_devices: usize,
-    /// Threads of each device; 0: all cores divided by the devices.
-    pub threads_per_device: usize,
-    /// Memory that this worker's devices may use together; `None`: 90 % of what is available at start.
+    /// Devices (ranks) of this worker.
+    pub devices: DeviceSettings,
+    /// Memory that this worker's devices may use together; `None`: all that a GPU has, 90 % of what is available to the
+    /// processor at start.
     pub memory_bytes: Option<u64>,
     /// Longest wait for the others inside an all-reduce.
     pub collective_timeout: Duration,
@@ -44,7 +43,7 @@ impl WorkerConfig {
         if self.advertise_host.is_empty() {
             return wrong("advertise_host", "is empty");
         }
-        if self.num_devices == 0 {
+        if self.devices.num_cpu_devices == 0 {
             return wrong("num_devices", "is 0, expected at least 1");
         }
         if self.memory_bytes == Some(0) {
@@ -57,11 +56,6 @@ impl WorkerConfig {
             return wrong("max_waiting_sequences", "is 0, expected at least 1");
         }
         Ok(())
-    }
-
-    /// Threads of each device, with 0 resolved.
-    pub fn threads_per_device(&self) -> usize {
-        threads_per_device(self.threads_per_device, self.num_devices)
     }
 }
 

@@ -6,12 +6,14 @@
 //! - [`rank`]: the thread that owns a device and executes steps: weights, layers, logits.
 //! - [`collective`]: how ranks meet: TCP links, all-reduce, send/receive, with deadlines and epochs.
 //! - [`replica`]: puts the above together for one plan.
+//! - [`devices`]: which devices the ranks own.
 //! - [`service`], [`registration`], [`config`]: gRPC, lease, settings.
 
 #![forbid(unsafe_code)]
 
 pub mod collective;
 pub mod config;
+pub mod devices;
 pub mod engine;
 pub mod error;
 pub mod rank;

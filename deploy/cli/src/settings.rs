@@ -1,7 +1,7 @@
 //! Settings in layers: defaults < TOML file < environment < flags. Clap merges the last two.
 //! Invariant: an unknown key or a value of the wrong type stops the start and is named; nothing falls back silently.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use serde::{Serialize, de::DeserializeOwned};
@@ -20,6 +20,13 @@ pub fn layered<T: Serialize + DeserializeOwned>(flags: &T, file: Option<&Path>, 
     };
     let name = file.map(|path| path.display().to_string()).unwrap_or_default();
     overlay(flags, &text, section).with_context(|| format!("settings file {name}"))
+}
+
+/// Where compiled GPU kernels are kept unless a setting says so; nowhere if there is no home.
+pub fn default_kernel_cache() -> Option<PathBuf> {
+    let folder = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let cache = folder("XDG_CACHE_HOME").or_else(|| folder("HOME").map(|home| home.join(".cache")));
+    cache.map(|cache| cache.join("lockstep").join("kernels"))
 }
 
 fn overlay<T: Serialize + DeserializeOwned>(flags: &T, text: &str, section: &str) -> anyhow::Result<T> {

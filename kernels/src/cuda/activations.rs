@@ -33,6 +33,18 @@ pub struct Forms {
     pub values: bool,
 }
 
+impl Forms {
+    /// These and the other ones. Of two 16-bit types the other one counts.
+    #[must_use]
+    pub fn and(self, other: Self) -> Self {
+        Self {
+            tiles: self.tiles || other.tiles,
+            halves: other.halves.or(self.halves),
+            values: self.values || other.values,
+        }
+    }
+}
+
 /// Rows of activations in one or several forms.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Activations {

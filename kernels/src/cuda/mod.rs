@@ -11,16 +11,21 @@
 //! - [`rms_norm`] and so on: one operation a file, as in `ops`. Each has a call, which holds all that decides the launch
 //!   and shares its buffers, and a launcher. Equal calls are equal launches: that is how a recorded step is recognized.
 //! - [`kv_cache`]: the paged cache of keys and values.
+//! - [`CudaDevice`]: the operations, which add calls to a step; `step`: a step as a list of calls, launched or replayed.
 //! - [`inputs`]: what changes from step to step, sent in one copy.
 //! - [`launch`]: kernels and their arguments. [`graph`]: whole steps recorded and replayed.
 
 pub mod activations;
 pub mod add;
 pub mod attention;
+mod call;
 pub mod compiler;
 pub mod context;
+pub mod convert;
+mod device;
 pub mod gather_rows;
 pub mod graph;
+mod info;
 pub mod inputs;
 pub mod kernel_cache;
 pub mod kv_cache;
@@ -33,9 +38,12 @@ pub mod rms_norm;
 pub mod rope_and_store;
 pub mod sample;
 pub mod sources;
+mod step;
+mod tensor;
 
 pub use activations::{Activations, Forms, HalfType};
 pub use context::Gpu;
+pub use device::CudaDevice;
 pub use graph::Graph;
 pub use inputs::{InputSlice, StepInputs};
 pub use kernel_cache::KernelCache;
@@ -43,3 +51,4 @@ pub use kv_cache::CudaKvCache;
 pub use launch::{Argument, Kernel, Launch};
 pub use memory::{DeviceBuffer, DevicePointer, PinnedBuffer};
 pub use pool::{PoolStatistics, ScratchBuffer};
+pub use tensor::CudaTensor;

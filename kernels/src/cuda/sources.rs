@@ -3,7 +3,7 @@
 //! Invariant: sources include nothing but these headers, so a machine needs no CUDA headers to run them.
 
 use super::{
-    add, attention, gather_rows,
+    add, attention, convert, gather_rows,
     matmul::{batch, embed, matvec, plain, swiglu},
     rms_norm, rope_and_store, sample,
 };
@@ -26,6 +26,7 @@ pub const SOURCES: &[&Source] = &[
     &attention::prefill::HOPPER_SOURCE,
     &attention::prefill::SOURCE,
     &batch::SOURCE,
+    &convert::SOURCE,
     &embed::SOURCE,
     &gather_rows::SOURCE,
     &matvec::SOURCE,

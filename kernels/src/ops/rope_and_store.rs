@@ -18,7 +18,7 @@ pub enum RopeStyle {
 }
 
 /// Angles by position: what theta, scaling and frequency divisors come to.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct RopeTable {
     /// Pairing.
     pub style: RopeStyle,

@@ -40,6 +40,7 @@ use self::{
 use crate::{
     WorkerError,
     collective::{LinkListener, MessageLink},
+    devices::LocalDevices,
     engine::EngineConfig,
     rank::StepLimits,
 };
@@ -78,8 +79,8 @@ pub struct ReplicaSpec {
     pub secret: Vec<u8>,
     /// Where each rank's links are reached, by rank.
     pub rank_addresses: Vec<SocketAddr>,
-    /// Threads of each rank's CPU device; 0: all cores divided by the ranks of this worker.
-    pub threads_per_rank: usize,
+    /// Devices of this worker, by local rank.
+    pub devices: LocalDevices,
     /// Longest wait for the others inside an all-reduce before the replica is taken for broken.
     pub collective_timeout: Duration,
     /// Ends a load that nobody wants any more.
@@ -260,7 +261,6 @@ impl Loading<'_> {
             };
             let thread = RankThread {
                 rank: *rank,
-                num_local_ranks: local_ranks.len(),
                 spec: self.spec.clone(),
                 listener: self.links.clone(),
                 health: self.health.clone(),

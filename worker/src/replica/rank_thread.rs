@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use lockstep_kernels::{Device, cpu::CpuDevice, ops::Candidates};
+use lockstep_kernels::{Device, KernelError, ops::Candidates};
 use lockstep_model::Checkpoint;
 use serde::{Deserialize, Serialize};
 
@@ -18,7 +18,7 @@ use super::{LEADER_RANK, ReplicaSpec, health::Health, leader::Event};
 use crate::{
     WorkerError,
     collective::{LinkKey, LinkListener, MessageLink, RankLinks, RankLinksConfig},
-    config::threads_per_device,
+    devices::DeviceTask,
     rank::{Executor, RankPeers, RankShape, weights::WeightLoader},
     step::StepPlan,
 };
@@ -69,10 +69,25 @@ pub(super) enum LoadEvent {
 /// What a rank thread starts with.
 pub(super) struct RankThread {
     pub rank: usize,
-    pub num_local_ranks: usize,
     pub spec: Arc<ReplicaSpec>,
     pub listener: Arc<LinkListener>,
     pub health: Health,
+}
+
+/// A rank's whole life, once its device is known.
+struct RankTask<'a> {
+    thread: &'a RankThread,
+    checkpoint: Arc<Checkpoint>,
+    orders: Orders,
+    events: SyncSender<LoadEvent>,
+}
+
+impl DeviceTask for RankTask<'_> {
+    type Output = ();
+
+    fn run<D: Device>(self, open: impl FnOnce() -> Result<D, KernelError>) {
+        self.thread.run(open, self.checkpoint, self.orders, self.events);
+    }
 }
 
 impl RankThread {
@@ -86,7 +101,7 @@ impl RankThread {
         let name = format!("rank-{}", self.rank);
         let run = move || {
             let _guard = self.health.guard(format!("the thread of rank {}", self.rank));
-            self.run(checkpoint, orders, events);
+            self.open_and_run(checkpoint, orders, events);
         };
         std::thread::Builder::new()
             .name(name)
@@ -94,9 +109,31 @@ impl RankThread {
             .map_err(|error| WorkerError::Server(format!("no thread for a rank: {error}")))
     }
 
-    fn run(self, checkpoint: Arc<Checkpoint>, orders: Orders, events: SyncSender<LoadEvent>) {
+    /// Runs with the device that the plan names, of whatever type it is.
+    fn open_and_run(&self, checkpoint: Arc<Checkpoint>, orders: Orders, events: SyncSender<LoadEvent>) {
+        let plan = self.spec.ranks().find(|plan| plan.rank == self.rank);
+        let local_rank = plan.map_or(0, |plan| plan.local_rank);
+        let task = RankTask { thread: self, checkpoint, orders, events: events.clone() };
+        if let Err(error) = self.spec.devices.with_device(local_rank, task) {
+            self.fail_load(error, &events);
+        }
+    }
+
+    fn fail_load(&self, error: WorkerError, events: &SyncSender<LoadEvent>) {
+        self.health.fail(&format!("rank {}: {error}", self.rank));
+        // If nobody follows the load any more, it has failed already.
+        let _ = events.send(LoadEvent::Failed(error));
+    }
+
+    fn run<D: Device>(
+        &self,
+        open: impl FnOnce() -> Result<D, KernelError>,
+        checkpoint: Arc<Checkpoint>,
+        orders: Orders,
+        events: SyncSender<LoadEvent>,
+    ) {
         let is_remote = matches!(orders, Orders::Remote);
-        let loaded = self.load(&checkpoint, is_remote, &events);
+        let loaded = self.load(open, &checkpoint, is_remote, &events);
         drop(checkpoint);
         let loaded = loaded.and_then(|(executor, mut control)| {
             let leader = if is_remote { control.pop() } else { None };
@@ -108,9 +145,7 @@ impl RankThread {
         let (executor, leader, control) = match loaded {
             Ok(loaded) => loaded,
             Err(error) => {
-                self.health.fail(&format!("rank {}: {error}", self.rank));
-                // If nobody follows the load any more, it has failed already.
-                let _ = events.send(LoadEvent::Failed(error));
+                self.fail_load(error, &events);
                 return;
             }
         };
@@ -127,12 +162,13 @@ impl RankThread {
     }
 
     /// Meets the others first: then a peer that dies is noticed while this one loads.
-    fn load(
+    fn load<D: Device>(
         &self,
+        open: impl FnOnce() -> Result<D, KernelError>,
         checkpoint: &Checkpoint,
         is_remote: bool,
         events: &SyncSender<LoadEvent>,
-    ) -> Result<(Executor<CpuDevice>, Vec<MessageLink>), WorkerError> {
+    ) -> Result<(Executor<D>, Vec<MessageLink>), WorkerError> {
         let Self { rank, spec, .. } = self;
         let config = checkpoint.config();
         let shape = RankShape::new(config, &spec.plan, *rank)?;
@@ -140,7 +176,7 @@ impl RankThread {
         let links = RankLinks::new(self.listener.clone(), self.links_config(limits.max_message_bytes()))?;
         let control = self.control_links(&links, is_remote)?;
         let peers = RankPeers::connect(&links, &spec.plan, &shape)?;
-        let device = CpuDevice::new(threads_per_device(spec.threads_per_rank, self.num_local_ranks))?;
+        let device = open()?;
         let progress = |event| {
             let nobody = || WorkerError::ReplicaBroken("nobody follows its load any more".to_owned());
             events.send(event).map_err(|_| nobody())
@@ -154,7 +190,7 @@ impl RankThread {
         };
         progress(LoadEvent::Total(loader.total_bytes()))?;
         let weights = loader.load()?;
-        tracing::debug!(rank, device = device.info().name, "rank loaded");
+        tracing::info!(rank, device = device.info().name, "rank loaded");
         Ok((Executor::new(device, config, shape, limits, weights, peers)?, control))
     }
 

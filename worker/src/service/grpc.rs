@@ -136,7 +136,7 @@ impl WorkerService {
             max_waiting_sequences: config.max_waiting_sequences,
             secret: request.secret,
             rank_addresses,
-            threads_per_rank: config.threads_per_device,
+            devices: self.0.devices.clone(),
             collective_timeout: config.collective_timeout,
             cancel: CancellationToken::new(),
         })

@@ -15,7 +15,7 @@ use std::{
     time::Duration,
 };
 
-use lockstep_kernels::{Device, cpu::CpuDevice, device::DeviceInfo};
+use lockstep_kernels::device::DeviceInfo;
 use lockstep_proto::{
     MAX_MESSAGE_BYTES,
     v1::{self, worker_server::WorkerServer},
@@ -25,7 +25,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::transport::{Server, server::TcpIncoming};
 
 use self::{grpc::WorkerService, replicas::Replicas};
-use crate::{WorkerConfig, WorkerError, collective::LinkListener, registration::Registration};
+use crate::{WorkerConfig, WorkerError, collective::LinkListener, devices::LocalDevices, registration::Registration};
 
 /// How often the end of a drain is looked for.
 const DRAIN_POLL: Duration = Duration::from_millis(50);
@@ -35,6 +35,7 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 /// What the service and the registration share.
 pub(crate) struct WorkerState {
     pub config: WorkerConfig,
+    pub devices: LocalDevices,
     pub links: Arc<LinkListener>,
     pub replicas: Replicas,
     /// One token for each running sequence.
@@ -74,12 +75,15 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> Result<()
     let listener = TcpListener::bind(listen).await.map_err(bind_error)?;
     let address = listener.local_addr().map_err(bind_error)?;
     let links = Arc::new(LinkListener::bind(config.rank_listen)?);
-    let info = measure_device(config.clone()).await?;
-    let hello = hello(&config, &info, address, links.local_addr());
-    tracing::info!(worker_id = config.worker_id, %address, rank_address = %links.local_addr(), device = info.name, "worker listens");
+    let (devices, infos) = open_devices(&config).await?;
+    let hello = hello(&config, &devices, &infos, address, links.local_addr());
+    let names: Vec<&str> = infos.iter().map(|info| info.name.as_str()).collect();
+    let reason = devices.reason();
+    tracing::info!(worker_id = config.worker_id, %address, rank_address = %links.local_addr(), devices = ?names, reason, "worker listens");
 
     let state = Arc::new(WorkerState {
         config,
+        devices,
         links,
         replicas: Replicas::default(),
         running: TaskTracker::new(),
@@ -152,31 +156,46 @@ async fn drain(state: &WorkerState) {
     }
 }
 
-/// Opens one device to learn what it can do; the devices of a worker are equal.
-async fn measure_device(config: WorkerConfig) -> Result<DeviceInfo, WorkerError> {
-    let open = move || CpuDevice::new(config.threads_per_device()).map(|device| device.info().clone());
-    let info = tokio::task::spawn_blocking(open).await.map_err(|error| WorkerError::Server(error.to_string()))?;
-    Ok(info?)
+/// Chooses the devices and opens each to learn what it can do.
+async fn open_devices(config: &WorkerConfig) -> Result<(LocalDevices, Vec<DeviceInfo>), WorkerError> {
+    let settings = config.devices.clone();
+    let open = move || {
+        let devices = LocalDevices::choose(settings, 1)?;
+        let infos = devices.infos()?;
+        Ok((devices, infos))
+    };
+    tokio::task::spawn_blocking(open).await.map_err(|error| WorkerError::Server(error.to_string()))?
 }
 
-fn hello(config: &WorkerConfig, info: &DeviceInfo, address: SocketAddr, rank_address: SocketAddr) -> v1::WorkerHello {
-    // A tenth is left to the rest of the machine. What the host's other workers claim is known to the coordinator only.
-    let available = info.memory_bytes / 10 * 9;
-    let claimed = config.memory_bytes.unwrap_or(available);
-    let device = v1::WorkerDevice {
-        name: info.name.clone(),
-        reason: "no accelerator feature built in".to_owned(),
-        memory_bytes: claimed / config.num_devices as u64,
-        host_memory_bytes: available.max(claimed),
-        memory_bytes_per_second: info.memory_bytes_per_second,
-        operations_per_second: info.operations_per_second,
+fn hello(
+    config: &WorkerConfig,
+    devices: &LocalDevices,
+    infos: &[DeviceInfo],
+    address: SocketAddr,
+    rank_address: SocketAddr,
+) -> v1::WorkerHello {
+    let num_devices = infos.len().max(1) as u64;
+    let limit = config.memory_bytes;
+    let device = |info: &DeviceInfo| {
+        // The memory of the machine, which the devices of the processor share; a GPU has its own. What the host's other
+        // workers claim is known to the coordinator only.
+        let shared = devices.shared_memory_bytes(info);
+        let own = limit.map(|limit| limit / num_devices);
+        v1::WorkerDevice {
+            name: info.name.clone(),
+            reason: devices.reason().to_owned(),
+            memory_bytes: own.unwrap_or(shared.map_or(info.memory_bytes, |shared| shared / num_devices)),
+            host_memory_bytes: shared.map_or(0, |shared| shared.max(limit.unwrap_or(0))),
+            memory_bytes_per_second: info.memory_bytes_per_second,
+            operations_per_second: info.operations_per_second,
+        }
     };
     v1::WorkerHello {
         worker_id: config.worker_id.clone(),
         address: format!("{}:{}", config.advertise_host, address.port()),
         rank_address: format!("{}:{}", config.advertise_host, rank_address.port()),
         host: config.advertise_host.clone(),
-        devices: vec![device; config.num_devices],
+        devices: infos.iter().map(device).collect(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
     }
 }

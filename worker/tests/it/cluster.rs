@@ -14,6 +14,7 @@ use lockstep_model::Checkpoint;
 use lockstep_sharding::{ModelShape, Parallelism, PlanOptions, Policy, ReplicaPlan, Topology};
 use lockstep_worker::{
     collective::LinkListener,
+    devices::{DeviceSelection, DeviceSettings, LocalDevices},
     engine::{Logprobs, Sampling, SequenceOutput, SequenceRequest},
     replica::{LeaderHandle, Replica, ReplicaSpec},
 };
@@ -128,6 +129,12 @@ impl Cluster {
 }
 
 fn spec(model: &Path, plan: ReplicaPlan, worker_id: String, rank_addresses: Vec<SocketAddr>) -> ReplicaSpec {
+    let one_thread = DeviceSettings {
+        selection: DeviceSelection::Cpu,
+        num_cpu_devices: 1,
+        threads_per_device: 1,
+        kernel_cache: None,
+    };
     ReplicaSpec {
         worker_id,
         model: "model".to_owned(),
@@ -142,7 +149,7 @@ fn spec(model: &Path, plan: ReplicaPlan, worker_id: String, rank_addresses: Vec<
         max_waiting_sequences: 128,
         secret: b"secret of the test".to_vec(),
         rank_addresses,
-        threads_per_rank: 1,
+        devices: LocalDevices::choose(one_thread, 1).unwrap(),
         collective_timeout: Duration::from_secs(30),
         cancel: Default::default(),
     }

@@ -14,7 +14,10 @@ use lockstep_proto::{
     },
 };
 use lockstep_sharding::ShardPlan;
-use lockstep_worker::{WorkerConfig, WorkerError};
+use lockstep_worker::{
+    WorkerConfig, WorkerError,
+    devices::{DeviceSelection, DeviceSettings},
+};
 use tokio::{sync::mpsc, task::JoinHandle};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
@@ -75,6 +78,10 @@ async fn stub(refuses: bool) -> (String, mpsc::Receiver<Report>) {
     (format!("http://{address}"), receiver)
 }
 
+fn cpu(num_cpu_devices: usize) -> DeviceSettings {
+    DeviceSettings { selection: DeviceSelection::Cpu, num_cpu_devices, threads_per_device: 1, kernel_cache: None }
+}
+
 fn config(coordinator: String) -> WorkerConfig {
     let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
     WorkerConfig {
@@ -83,8 +90,7 @@ fn config(coordinator: String) -> WorkerConfig {
         listen: any,
         rank_listen: any,
         advertise_host: "127.0.0.1".to_owned(),
-        num_devices: 2,
-        threads_per_device: 1,
+        devices: cpu(2),
         memory_bytes: None,
         collective_timeout: Duration::from_secs(30),
         max_waiting_sequences: 4,
@@ -345,7 +351,7 @@ fn what_cannot_start_says_why() {
         let in_use = run(WorkerConfig { listen, ..config(coordinator.clone()) }).await.unwrap().unwrap_err();
         assert!(in_use.to_string().contains(&listen.to_string()), "{in_use}");
 
-        let none = run(WorkerConfig { num_devices: 0, ..config(coordinator) }).await.unwrap().unwrap_err();
+        let none = run(WorkerConfig { devices: cpu(0), ..config(coordinator) }).await.unwrap().unwrap_err();
         assert!(none.to_string().contains("num_devices"), "{none}");
     });
 }

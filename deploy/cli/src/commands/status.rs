@@ -58,7 +58,7 @@ fn state_name(replica: &ReplicaStatus) -> String {
 }
 
 fn render(cluster: &GetClusterResponse) -> String {
-    let mut workers = Table::new(&["WORKER", "ADDRESS", "HOST", "STATE", "HEARTBEAT", "DEVICE", "MEMORY"]);
+    let mut workers = Table::new(&["WORKER", "ADDRESS", "HOST", "STATE", "HEARTBEAT", "DEVICE", "CHOSEN", "MEMORY"]);
     for worker in &cluster.workers {
         let none = DeviceStatus { name: String::from("-"), ..DeviceStatus::default() };
         let devices = if worker.devices.is_empty() { std::slice::from_ref(&none) } else { &worker.devices };
@@ -70,6 +70,7 @@ fn render(cluster: &GetClusterResponse) -> String {
                 String::from(if worker.draining { "draining" } else { "ready" }),
                 format!("{:.0} ms", worker.heartbeat_age_ms),
                 device.name.clone(),
+                device.reason.clone(),
                 format_bytes(device.memory_bytes),
             ]);
         }

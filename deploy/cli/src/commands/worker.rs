@@ -2,7 +2,10 @@
 
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
-use lockstep_worker::WorkerConfig;
+use lockstep_worker::{
+    WorkerConfig,
+    devices::{DeviceSelection, DeviceSettings},
+};
 use serde::{Deserialize, Serialize};
 
 use crate::{UsageError, settings, signals, units::parse_bytes};
@@ -12,8 +15,10 @@ use crate::{UsageError, settings, signals, units::parse_bytes};
 #[command(after_help = "\
 Offer this machine's processor to the coordinator on host-a:
   lockstep worker --coordinator http://host-a:7070 --advertise-host host-b
+Two GPUs, a rank each:
+  lockstep worker --device cuda:0,cuda:1
 Two devices of four threads each, settings from a file:
-  lockstep worker --config lockstep.toml --num-devices 2 --threads-per-device 4")]
+  lockstep worker --config lockstep.toml --device cpu --num-devices 2 --threads-per-device 4")]
 pub struct Args {
     #[command(flatten)]
     settings: Settings,
@@ -44,14 +49,21 @@ struct Settings {
     /// Where links from other ranks are accepted [default: as --listen, another port]
     #[arg(long, env = "LOCKSTEP_RANK_LISTEN", value_name = "ADDRESS:PORT")]
     rank_listen: Option<SocketAddr>,
-    /// Devices (ranks) to make of the processor [default: 1]
+    /// Devices of this worker, one rank each: auto (all GPUs if CUDA works here, else the processor), cpu, or GPUs such as
+    /// cuda:0,cuda:1 [default: auto]
+    #[arg(long, env = "LOCKSTEP_DEVICE", value_name = "DEVICES")]
+    device: Option<String>,
+    /// Folder of compiled GPU kernels, shared by workers [default: lockstep/kernels in $XDG_CACHE_HOME or ~/.cache]
+    #[arg(long, env = "LOCKSTEP_KERNEL_CACHE", value_name = "FOLDER")]
+    kernel_cache: Option<PathBuf>,
+    /// Devices (ranks) to make of the processor, where it is used [default: 1]
     #[arg(long, env = "LOCKSTEP_NUM_DEVICES", value_name = "N")]
     num_devices: Option<usize>,
-    /// Threads of each device [default: all cores divided by the devices]
+    /// Threads of each of them [default: all cores divided by the devices]
     #[arg(long, env = "LOCKSTEP_THREADS_PER_DEVICE", value_name = "N")]
     threads_per_device: Option<usize>,
-    /// Memory for weights, KV blocks and activations, such as 16GiB [default: 90 % of what is available; what workers of
-    /// one host claim beyond what it has is divided among them]
+    /// Memory for weights, KV blocks and activations of all devices, such as 16GiB [default: all of a GPU; 90 % of what is
+    /// available to the processor, of which what workers of one host claim beyond what it has is divided among them]
     #[arg(long = "memory", env = "LOCKSTEP_MEMORY", value_name = "SIZE", value_parser = parse_bytes)]
     memory_bytes: Option<u64>,
     /// Longest wait for the other ranks that share a layer, inside a step [default: 30]
@@ -85,6 +97,13 @@ pub fn seconds(name: &str, value: f64) -> Result<Duration, UsageError> {
         .ok_or_else(|| UsageError(format!("{name}: {value} is not a number of seconds above 0")))
 }
 
+/// The devices that `--device` names; without it they are chosen.
+pub fn device_selection(text: Option<&str>) -> Result<DeviceSelection, UsageError> {
+    text.map_or(Ok(DeviceSelection::Auto), |text| {
+        text.parse().map_err(|problem| UsageError(format!("device: {problem}")))
+    })
+}
+
 impl Settings {
     fn into_config(self) -> Result<WorkerConfig, UsageError> {
         let any_port = if self.advertise_host.is_some() { [0, 0, 0, 0] } else { [127, 0, 0, 1] };
@@ -95,8 +114,12 @@ impl Settings {
             listen,
             rank_listen: self.rank_listen.unwrap_or_else(|| SocketAddr::new(listen.ip(), 0)),
             advertise_host: self.advertise_host.unwrap_or_else(|| String::from("127.0.0.1")),
-            num_devices: self.num_devices.unwrap_or(1),
-            threads_per_device: self.threads_per_device.unwrap_or(0),
+            devices: DeviceSettings {
+                selection: device_selection(self.device.as_deref())?,
+                num_cpu_devices: self.num_devices.unwrap_or(1),
+                threads_per_device: self.threads_per_device.unwrap_or(0),
+                kernel_cache: self.kernel_cache.or_else(settings::default_kernel_cache),
+            },
             memory_bytes: self.memory_bytes,
             collective_timeout: seconds("collective_timeout_secs", self.collective_timeout_secs.unwrap_or(30.0))?,
             max_waiting_sequences: self.max_waiting_sequences.unwrap_or(256),

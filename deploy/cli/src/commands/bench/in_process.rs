@@ -12,13 +12,14 @@ use lockstep_model::Checkpoint;
 use lockstep_sharding::{DeviceSpec, Parallelism, PlanOptions, Policy, Topology};
 use lockstep_worker::{
     collective::LinkListener,
+    devices::{DeviceSelection, DeviceSettings, LocalDevices},
     engine::{Sampling, SequenceOutput, SequenceRequest},
     replica::{LeaderHandle, Replica, ReplicaSpec},
 };
 use tokio_util::sync::CancellationToken;
 
 use super::{Args, measure::TokenTimes};
-use crate::progress;
+use crate::{commands::worker::device_selection, progress, settings};
 
 const WORKER_ID: &str = "bench";
 /// The planner divides by these; equal devices get equal shares whatever they are.
@@ -47,6 +48,7 @@ impl InProcessTarget {
     pub fn load(model: &Path, args: &Args) -> anyhow::Result<Self> {
         let checkpoint = Checkpoint::open(model)?;
         let world_size = args.tensor_parallel * args.pipeline_parallel;
+        let devices = devices(args, world_size)?;
         let topology = topology(world_size);
         let policy = Policy {
             parallelism: Parallelism::Fixed {
@@ -72,7 +74,7 @@ impl InProcessTarget {
             max_waiting_sequences: args.concurrent.iter().copied().max().unwrap_or(1).max(1),
             secret: uuid::Uuid::new_v4().as_bytes().to_vec(),
             rank_addresses: vec![links.local_addr(); world_size],
-            threads_per_rank: args.threads,
+            devices: devices.clone(),
             collective_timeout: Duration::from_secs(30),
             cancel: CancellationToken::new(),
         };
@@ -83,10 +85,14 @@ impl InProcessTarget {
         })?;
         bar.finish_and_clear();
         let leader = replica.leader().context("the replica has no leader")?.clone();
-        let threads = if args.threads == 0 { String::from("all") } else { args.threads.to_string() };
+        let device = match devices.selection() {
+            DeviceSelection::Cpu if args.threads == 0 => String::from("all threads"),
+            DeviceSelection::Cpu => format!("threads per rank: {}", args.threads),
+            selection => format!("{selection} ({})", devices.reason()),
+        };
         let name = super::super::coordinator::default_model_name(&model.to_string_lossy());
         let description = format!(
-            "{name} in process, tensor {} x pipeline {}, threads per rank: {threads}",
+            "{name} in process, tensor {} x pipeline {}, {device}",
             args.tensor_parallel, args.pipeline_parallel
         );
         Ok(Self {
@@ -129,6 +135,22 @@ fn options(args: &Args) -> PlanOptions {
         num_kv_blocks: Some(longest.div_ceil(options.block_size) * (concurrent + 1)),
         ..options
     }
+}
+
+fn devices(args: &Args, world_size: usize) -> anyhow::Result<LocalDevices> {
+    let settings = DeviceSettings {
+        selection: device_selection(args.device.as_deref())?,
+        num_cpu_devices: world_size,
+        threads_per_device: args.threads,
+        kernel_cache: settings::default_kernel_cache(),
+    };
+    let devices = LocalDevices::choose(settings, world_size)?;
+    anyhow::ensure!(
+        devices.len() >= world_size,
+        "{world_size} ranks need as many devices, --device names {}",
+        devices.len()
+    );
+    Ok(devices)
 }
 
 fn topology(num_devices: usize) -> Topology {

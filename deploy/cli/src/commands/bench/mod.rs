@@ -25,7 +25,10 @@ pub struct Args {
     /// Model file: run it in this process instead of asking a server
     #[arg(long, value_name = "PATH")]
     model: Option<std::path::PathBuf>,
-    /// Threads of each rank, in process [default: all cores divided by the ranks]
+    /// Devices of the ranks, in process: auto, cpu, or GPUs such as cuda:0,cuda:1 [default: auto]
+    #[arg(long, value_name = "DEVICES", requires = "model")]
+    device: Option<String>,
+    /// Threads of each rank on the processor, in process [default: all cores divided by the ranks]
     #[arg(long, value_name = "N", requires = "model", default_value_t = 0, hide_default_value = true)]
     threads: usize,
     /// Ranks that share each layer, in process

@@ -1,4 +1,6 @@
-//! How many workers `up` starts, and how the model is cut over them.
+//! How many workers `up` starts, which devices they hold, and how the model is cut over them.
+
+use lockstep_worker::devices::DeviceSelection;
 
 use super::usage;
 use crate::UsageError;
@@ -6,10 +8,10 @@ use crate::UsageError;
 /// The degrees; each may be left out.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct LayoutArgs {
-    /// Worker processes [default: what the degrees below need, or 1]
+    /// Worker processes [default: on the processor what the degrees below need, for GPUs 1]
     #[arg(long, value_name = "N")]
     workers: Option<usize>,
-    /// Workers that share each layer [default: all that the other degrees leave]
+    /// Ranks that share each layer [default: all that the other degrees leave]
     #[arg(long, value_name = "N")]
     tensor_parallel: Option<usize>,
     /// Stages of layers [default: 1]
@@ -23,18 +25,24 @@ pub struct LayoutArgs {
 /// A checked layout.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// Worker processes, one device each.
+    /// Worker processes, each with an equal part of the devices; on the processor one each.
     pub num_workers: usize,
+    /// The processor or all GPUs.
+    pub devices: DeviceSelection,
     /// Policy text for the planner.
     pub policy: String,
 }
 
 impl LayoutArgs {
-    /// Fills in what was left out.
+    /// Fills in what was left out; `choose` finds devices for so many ranks where the selection leaves that open.
     ///
     /// # Errors
-    /// If a number is 0 or the degrees do not multiply to the workers.
-    pub fn layout(&self) -> Result<Layout, UsageError> {
+    /// If a number is 0 or the degrees do not multiply to the devices.
+    pub fn layout(
+        &self,
+        selection: DeviceSelection,
+        choose: &dyn Fn(usize) -> DeviceSelection,
+    ) -> Result<Layout, UsageError> {
         let given = [
             ("--workers", self.workers),
             ("--tensor-parallel", self.tensor_parallel),
@@ -47,19 +55,44 @@ impl LayoutArgs {
         let pipeline = self.pipeline_parallel.unwrap_or(1);
         let replicas = self.replicas.unwrap_or(1);
         let others = pipeline.saturating_mul(replicas);
-        let tensor = match (self.tensor_parallel, self.workers) {
-            (Some(tensor), _) => tensor,
-            (None, Some(workers)) => (workers / others).max(1),
-            (None, None) => 1,
+        let given_ranks = match &selection {
+            DeviceSelection::Cuda(ordinals) => Some(ordinals.len()),
+            DeviceSelection::Cpu | DeviceSelection::Auto => self.workers,
         };
+        let tensor = self.tensor_parallel.unwrap_or(given_ranks.map_or(1, |ranks| (ranks / others).max(1)));
         let needed = tensor.saturating_mul(others);
-        let num_workers = self.workers.unwrap_or(needed);
-        if needed != num_workers {
+        let num_ranks = given_ranks.unwrap_or(needed);
+        if needed != num_ranks {
+            let given = if let DeviceSelection::Cuda(_) = selection { "--device names" } else { "--workers is" };
             return Err(usage(format!(
-                "tensor {tensor} x pipeline {pipeline} x replicas {replicas} need {needed} workers, --workers is {num_workers}"
+                "tensor {tensor} x pipeline {pipeline} x replicas {replicas} need {needed} ranks, {given} {num_ranks}"
             )));
         }
-        Ok(Layout { num_workers, policy: format!("hybrid={tensor}x{pipeline},replicas={replicas}") })
+        let devices = match selection {
+            DeviceSelection::Auto => match choose(needed) {
+                DeviceSelection::Cuda(ordinals) => DeviceSelection::Cuda(ordinals.into_iter().take(needed).collect()),
+                other => other,
+            },
+            named => named,
+        };
+        let num_workers = self.workers.unwrap_or(if devices == DeviceSelection::Cpu { needed } else { 1 });
+        if !needed.is_multiple_of(num_workers) {
+            return Err(usage(format!("{needed} devices cannot be shared equally by --workers {num_workers}")));
+        }
+        Ok(Layout { num_workers, devices, policy: format!("hybrid={tensor}x{pipeline},replicas={replicas}") })
+    }
+}
+
+impl Layout {
+    /// The part of worker number `index`.
+    pub fn device_of(&self, index: usize) -> DeviceSelection {
+        match &self.devices {
+            DeviceSelection::Cuda(ordinals) => {
+                let each = ordinals.len() / self.num_workers;
+                DeviceSelection::Cuda(ordinals.iter().copied().skip(index * each).take(each).collect())
+            }
+            other => other.clone(),
+        }
     }
 }
 
@@ -67,10 +100,16 @@ impl LayoutArgs {
 mod tests {
     use super::*;
 
-    fn layout(numbers: [usize; 4]) -> Result<Layout, UsageError> {
+    fn layout(numbers: [usize; 4], selection: &str) -> Result<Layout, UsageError> {
         let some = |number: usize| (number < 99).then_some(number);
         let [workers, tensor, pipeline, replicas] = numbers.map(some);
-        LayoutArgs { workers, tensor_parallel: tensor, pipeline_parallel: pipeline, replicas }.layout()
+        LayoutArgs { workers, tensor_parallel: tensor, pipeline_parallel: pipeline, replicas }.layout(
+            selection.parse().unwrap(),
+            &|num_ranks| {
+                // A machine of two GPUs.
+                if num_ranks > 2 { DeviceSelection::Cpu } else { DeviceSelection::Cuda(vec![0, 1]) }
+            },
+        )
     }
 
     #[test]
@@ -83,10 +122,31 @@ mod tests {
             ([4, 99, 2, 99], 4, "hybrid=2x2,replicas=1"),
         ];
         for (numbers, num_workers, policy) in cases {
-            assert_eq!(layout(numbers).unwrap(), Layout { num_workers, policy: String::from(policy) });
+            let devices = DeviceSelection::Cpu;
+            assert_eq!(layout(numbers, "cpu").unwrap(), Layout { num_workers, devices, policy: String::from(policy) });
         }
         for wrong in [[0, 99, 99, 99], [3, 2, 99, 99], [3, 99, 2, 99], [1, 99, 2, 99]] {
-            assert!(layout(wrong).is_err(), "{wrong:?}");
+            assert!(layout(wrong, "cpu").is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn gpus_are_shared_by_the_workers() {
+        let cases = [
+            ([99, 99, 99, 99], "cuda:3,cuda:1", "hybrid=2x1,replicas=1", vec!["cuda:3,cuda:1"]),
+            ([2, 99, 99, 99], "cuda:3,cuda:1", "hybrid=2x1,replicas=1", vec!["cuda:3", "cuda:1"]),
+            ([99, 99, 99, 99], "auto", "hybrid=1x1,replicas=1", vec!["cuda:0"]),
+            ([99, 2, 99, 99], "auto", "hybrid=2x1,replicas=1", vec!["cuda:0,cuda:1"]),
+            ([3, 99, 99, 99], "auto", "hybrid=3x1,replicas=1", vec!["cpu", "cpu", "cpu"]),
+        ];
+        for (numbers, selection, policy, devices) in cases {
+            let layout = layout(numbers, selection).unwrap();
+            assert_eq!(layout.policy, policy);
+            let got: Vec<String> = (0..layout.num_workers).map(|index| layout.device_of(index).to_string()).collect();
+            assert_eq!(got, devices);
+        }
+        for (wrong, selection) in [([99, 3, 99, 99], "cuda:0,cuda:1"), ([3, 99, 99, 99], "cuda:0,cuda:1")] {
+            assert!(layout(wrong, selection).is_err(), "{wrong:?}");
         }
     }
 }

@@ -10,11 +10,15 @@ use std::{
 
 use anyhow::Context;
 use lockstep_proto::v1::{GetClusterRequest, LoadModelRequest};
+use lockstep_worker::devices::{DeviceSelection, DeviceSettings, LocalDevices};
 use serde::Serialize;
 use tokio_util::sync::CancellationToken;
 
 use self::{child::ChildProcess, layout::Layout};
-use super::coordinator::{Addresses, default_model_name, write_json};
+use super::{
+    coordinator::{Addresses, default_model_name, write_json},
+    worker::device_selection,
+};
 use crate::{
     UsageError,
     client::{ServerArgs, refused},
@@ -32,6 +36,8 @@ const POLL: Duration = Duration::from_millis(50);
 #[command(after_help = "\
 Two workers, tensor parallel (the default cut over the workers):
   lockstep up --model model.gguf --workers 2
+Two GPUs that share each layer:
+  lockstep up --model model.gguf --device cuda:0,cuda:1
 Two replicas of two pipeline stages each, one thread a worker:
   lockstep up --model model.gguf --pipeline-parallel 2 --replicas 2 --threads-per-worker 1")]
 pub struct Args {
@@ -43,7 +49,11 @@ pub struct Args {
     model_name: Option<String>,
     #[command(flatten)]
     layout: layout::LayoutArgs,
-    /// Threads of each worker [default: all cores divided by the workers]
+    /// Devices of the ranks: auto (GPUs if CUDA works here and there are enough, else the processor), cpu, or GPUs such as
+    /// cuda:0,cuda:1, which one worker holds unless there are --workers [default: auto]
+    #[arg(long, env = "LOCKSTEP_DEVICE", value_name = "DEVICES")]
+    device: Option<String>,
+    /// Threads of each worker on the processor [default: all cores divided by the workers]
     #[arg(long, value_name = "N")]
     threads_per_worker: Option<usize>,
     /// Address to listen on; 0.0.0.0 serves other machines too
@@ -87,7 +97,7 @@ struct Cluster {
 /// # Errors
 /// If the model does not exist, a child ends at start, or the model cannot be loaded.
 pub async fn run(args: Args) -> anyhow::Result<()> {
-    let layout = args.layout.layout()?;
+    let layout = args.layout.layout(device_selection(args.device.as_deref())?, &choose_automatically)?;
     let model = args.model.canonicalize().with_context(|| format!("model {}", args.model.display()))?;
     if let Some(path) = args.ready_file.as_deref().filter(|path| path.exists()) {
         std::fs::remove_file(path).with_context(|| format!("old ready file {}", path.display()))?;
@@ -106,6 +116,12 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     result
 }
 
+/// The devices for so many ranks.
+fn choose_automatically(num_ranks: usize) -> DeviceSelection {
+    let settings = DeviceSettings { num_cpu_devices: num_ranks, ..DeviceSettings::default() };
+    LocalDevices::choose(settings, num_ranks).map_or(DeviceSelection::Cpu, |devices| devices.selection())
+}
+
 impl Args {
     fn coordinator_arguments(&self, listening: &Path) -> Vec<String> {
         let mut arguments = vec![
@@ -118,14 +134,15 @@ impl Args {
         arguments
     }
 
-    fn worker_arguments(&self, index: usize, num_workers: usize, coordinator: &str) -> Vec<String> {
+    fn worker_arguments(&self, index: usize, layout: &Layout, coordinator: &str) -> Vec<String> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = self.threads_per_worker.unwrap_or((cores / num_workers).max(1));
+        let threads = self.threads_per_worker.unwrap_or((cores / layout.num_workers).max(1));
         let mut arguments = vec![
             String::from("worker"),
             format!("--worker-id=worker-{index}"),
             format!("--coordinator=http://{coordinator}"),
             format!("--threads-per-device={threads}"),
+            format!("--device={}", layout.device_of(index)),
         ];
         arguments.extend(self.config.as_ref().map(|path| format!("--config={}", path.display())));
         arguments
@@ -150,7 +167,7 @@ impl Args {
             addresses.grpc.to_string()
         };
         for index in 0..layout.num_workers {
-            let arguments = self.worker_arguments(index, layout.num_workers, &reachable);
+            let arguments = self.worker_arguments(index, layout, &reachable);
             cluster.workers.push(ChildProcess::start(&format!("worker-{index}"), &arguments)?);
         }
         let name = self.model_name.clone().unwrap_or_else(|| default_model_name(&model.to_string_lossy()));

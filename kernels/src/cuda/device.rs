@@ -1,0 +1,338 @@
+//! [`CudaDevice`]: the operations of a forward step on an NVIDIA GPU.
+//! For: the executor of a rank, through the trait [`Device`].
+//! Invariant: an operation checks its call, stages its inputs and adds a launch to the step; what the step came to is
+//! read only after [`Steps::flush`]. Tensors, layers and caches are shared with the launches that use them.
+//! Not here: the operations themselves, one a file; collecting and replaying launches ([`step`](super::step)).
+
+use std::sync::Arc;
+
+use super::{
+    Activations, CudaKvCache, CudaTensor, DeviceBuffer, Gpu, HalfType, KernelCache,
+    attention::AttentionCall,
+    call::Call,
+    convert::ConvertCall,
+    gather_rows::GatherRowsCall,
+    info,
+    matmul::{CudaLinear, MatmulCall, Target, embed::EmbedCall},
+    rms_norm::RmsNormCall,
+    rope_and_store::{CudaRope, Element, RopeAndStoreCall, Rows},
+    sample::SamplePlan,
+    step::Steps,
+    tensor::Producer,
+};
+use crate::{
+    Device, KernelError,
+    cpu::{self, Team},
+    device::{AllReduce, DeviceInfo, KvCacheSpec},
+    ops::{Attention, Candidates, Epilogue, HostMatrix, RopeAndStore, RopeTable, SampleRow},
+};
+
+/// An opened GPU with its kernels.
+pub struct CudaDevice {
+    info: DeviceInfo,
+    gpu: Arc<Gpu>,
+    steps: Steps,
+    /// Tables that were used so far, with their copies.
+    ropes: Vec<(RopeTable, CudaRope)>,
+    /// This rank's shares of sums over the ranks.
+    partial: CudaTensor,
+    /// Samples rows that want more candidates than the GPU can sort.
+    team: Team,
+}
+
+impl CudaDevice {
+    /// Opens GPU number `ordinal`; compiled kernels are kept in `cache`.
+    ///
+    /// # Errors
+    /// [`KernelError`] if a library or the GPU is missing, too old or fails.
+    pub fn new(ordinal: usize, cache: KernelCache) -> Result<Self, KernelError> {
+        let gpu = Gpu::open(ordinal, cache)?;
+        let info = info::measure(&gpu)?;
+        Ok(Self {
+            info,
+            steps: Steps::new(&gpu)?,
+            ropes: Vec::new(),
+            partial: CudaTensor::zeroed(&gpu, 0, 0)?,
+            team: Team::new(1)?,
+            gpu,
+        })
+    }
+
+    /// The GPU.
+    pub fn gpu(&self) -> &Arc<Gpu> {
+        &self.gpu
+    }
+}
+
+impl CudaDevice {
+    /// The matmul of `input`, after the conversion that it needs, if any.
+    fn push_matmul(
+        &mut self,
+        num_tokens: usize,
+        weight: &Arc<CudaLinear>,
+        input: &CudaTensor,
+        target: Target,
+        output: Activations,
+    ) -> Result<(), KernelError> {
+        input.expect_tokens("matmul", num_tokens)?;
+        let (activations, missing) = input.request(num_tokens, weight.input_forms(num_tokens))?;
+        if let Some(output) = missing {
+            self.steps.push(Call::Convert(ConvertCall { num_tokens, input: Arc::clone(input.values()), output }))?;
+        }
+        let (weight, input) = (Arc::clone(weight), activations);
+        self.steps.push(Call::Matmul(MatmulCall { num_tokens, weight, input, target, output }))
+    }
+
+    fn rope(&mut self, table: &RopeTable) -> Result<CudaRope, KernelError> {
+        if let Some((_, rope)) = self.ropes.iter().find(|(known, _)| known == table) {
+            return Ok(rope.clone());
+        }
+        let rope = CudaRope::new(&self.gpu, table)?;
+        self.ropes.push((table.clone(), rope.clone()));
+        Ok(rope)
+    }
+
+    /// The first `num_tokens` rows, once everything before is done.
+    fn download(&mut self, num_tokens: usize, buffer: &DeviceBuffer, width: usize) -> Result<Vec<f32>, KernelError> {
+        self.steps.flush()?;
+        let mut values = vec![0.0; num_tokens * width];
+        buffer.read(0, &mut values)?;
+        Ok(values)
+    }
+}
+
+impl Device for CudaDevice {
+    type Tensor = CudaTensor;
+    type Linear = Arc<CudaLinear>;
+    type KvCache = CudaKvCache;
+
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn tensor(&self, max_tokens: usize, width: usize) -> Result<CudaTensor, KernelError> {
+        CudaTensor::zeroed(&self.gpu, max_tokens, width)
+    }
+
+    fn vector(&self, values: &[f32]) -> Result<CudaTensor, KernelError> {
+        let tensor = CudaTensor::zeroed(&self.gpu, 1, values.len())?;
+        tensor.values().write(0, values)?;
+        Ok(tensor)
+    }
+
+    fn linear(&self, matrices: Vec<HostMatrix>) -> Result<Arc<CudaLinear>, KernelError> {
+        Ok(Arc::new(CudaLinear::new(&self.gpu, matrices)?))
+    }
+
+    fn kv_cache(&self, spec: KvCacheSpec) -> Result<CudaKvCache, KernelError> {
+        CudaKvCache::new(&self.gpu, spec, HalfType::F16)
+    }
+
+    fn step<T, E: From<KernelError>>(&mut self, body: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T, E> {
+        self.steps.open();
+        let outcome = body(self);
+        match outcome {
+            Ok(result) => {
+                self.steps.close()?;
+                Ok(result)
+            }
+            Err(error) => {
+                self.steps.abandon();
+                Err(error)
+            }
+        }
+    }
+
+    fn embed(
+        &mut self,
+        table: &Arc<CudaLinear>,
+        first_row: u32,
+        token_ids: &[u32],
+        output: &mut CudaTensor,
+    ) -> Result<(), KernelError> {
+        expect_width("embed", output.width(), table.columns())?;
+        output.expect_tokens("embed", token_ids.len())?;
+        let num_tokens = token_ids.len();
+        let token_ids = self.steps.inputs.stage(token_ids)?;
+        let (table, output) = (Arc::clone(table), Arc::clone(output.overwrite()));
+        self.steps.push(Call::Embed(EmbedCall { num_tokens, table, first_row, token_ids, output }))
+    }
+
+    fn rms_norm(
+        &mut self,
+        num_tokens: usize,
+        input: &CudaTensor,
+        weight: &CudaTensor,
+        epsilon: f32,
+        output: &mut CudaTensor,
+    ) -> Result<(), KernelError> {
+        let operation = "rms_norm";
+        expect_width(operation, weight.width(), input.width())?;
+        expect_width(operation, output.width(), input.width())?;
+        input.expect_tokens(operation, num_tokens)?;
+        output.expect_tokens(operation, num_tokens)?;
+        let producer = Producer { make_tiles: true, make_halves: true };
+        self.steps.push(Call::RmsNorm(RmsNormCall {
+            num_tokens,
+            input: Arc::clone(input.values()),
+            weight: Arc::clone(weight.values()),
+            epsilon,
+            output: output.produce(num_tokens, producer),
+        }))
+    }
+
+    fn matmul(
+        &mut self,
+        num_tokens: usize,
+        weight: &Arc<CudaLinear>,
+        input: &CudaTensor,
+        epilogue: Epilogue,
+        output: &mut CudaTensor,
+    ) -> Result<(), KernelError> {
+        output.expect_tokens("matmul", num_tokens)?;
+        let (target, make_tiles) = match epilogue {
+            Epilogue::Store => (Target::Store, false),
+            Epilogue::SwiGlu => (Target::SwiGlu, true),
+        };
+        let output = output.produce(num_tokens, Producer { make_tiles, make_halves: true });
+        self.push_matmul(num_tokens, weight, input, target, output)
+    }
+
+    fn matmul_add<E: From<KernelError>>(
+        &mut self,
+        num_tokens: usize,
+        weight: &Arc<CudaLinear>,
+        input: &CudaTensor,
+        hidden: &mut CudaTensor,
+        all_reduce: Option<AllReduce<'_, E>>,
+    ) -> Result<(), E> {
+        let (operation, width) = ("matmul_add", weight.rows());
+        expect_width(operation, hidden.width(), width)?;
+        hidden.expect_tokens(operation, num_tokens)?;
+        let Some(all_reduce) = all_reduce else {
+            let output = values_of(hidden.overwrite(), width);
+            return Ok(self.push_matmul(num_tokens, weight, input, Target::Add, output)?);
+        };
+        if self.partial.width() != width || self.partial.expect_tokens(operation, num_tokens).is_err() {
+            self.partial = CudaTensor::zeroed(&self.gpu, num_tokens.next_power_of_two(), width)?;
+        }
+        let partial = Arc::clone(self.partial.values());
+        self.push_matmul(num_tokens, weight, input, Target::Store, values_of(&partial, width))?;
+        let shares = self.download(num_tokens, &partial, width)?;
+        let mut sums: Vec<f64> = shares.into_iter().map(f64::from).collect();
+        all_reduce(&mut sums)?;
+        let sums: Vec<f32> = sums.into_iter().map(|sum| sum as f32).collect();
+        partial.write(0, &sums)?;
+        let hidden = Arc::clone(hidden.overwrite());
+        Ok(self.steps.push(Call::Add { len: num_tokens * width, addend: partial, hidden })?)
+    }
+
+    fn rope_and_store(
+        &mut self,
+        call: &RopeAndStore<'_>,
+        table: &RopeTable,
+        qkv: &mut CudaTensor,
+        cache: &mut CudaKvCache,
+    ) -> Result<(), KernelError> {
+        qkv.expect_tokens("rope_and_store", call.num_tokens())?;
+        call.check(table, cache.spec(), qkv.width())?;
+        let rope = self.rope(table)?;
+        let addresses = self.steps.launchers.rope_and_store.stage(&mut self.steps.inputs, call, table, cache)?;
+        let width = qkv.width();
+        let rows = rows_of(qkv.overwrite(), width);
+        let (qkv, queries) = (rows.clone(), rows);
+        let (layer, cache) = (call.layer, cache.clone());
+        self.steps.push(Call::RopeAndStore(RopeAndStoreCall { addresses, layer, rope, qkv, queries, cache }))
+    }
+
+    fn attention(
+        &mut self,
+        call: &Attention<'_>,
+        qkv: &CudaTensor,
+        cache: &CudaKvCache,
+        output: &mut CudaTensor,
+    ) -> Result<(), KernelError> {
+        qkv.expect_tokens("attention", call.num_tokens())?;
+        output.expect_tokens("attention", call.num_tokens())?;
+        call.check(cache.spec(), qkv.width(), output.width())?;
+        let batch = self.steps.launchers.attention.stage(&mut self.steps.inputs, call, cache)?;
+        let has_prompt = call.sequences.iter().any(|sequence| sequence.num_tokens > 1);
+        let make_tiles = !has_prompt && call.head_dim.is_multiple_of(32);
+        let attention = AttentionCall {
+            batch,
+            layer: call.layer,
+            queries: rows_of(qkv.values(), qkv.width()),
+            cache: cache.clone(),
+            output: output.produce(call.num_tokens(), Producer { make_tiles, make_halves: true }),
+        };
+        // One token a sequence: the rotation and the store that were asked for just before happen in the same kernel.
+        let is_fusible = |before: &Call| matches!(before, Call::RopeAndStore(store) if !has_prompt && store.layer == call.layer && store.qkv == attention.queries && store.cache == attention.cache);
+        match self.steps.pop_if(is_fusible) {
+            Some(Call::RopeAndStore(store)) => self.steps.push(Call::FusedAttention(attention, store.rope)),
+            _ => self.steps.push(Call::Attention(attention)),
+        }
+    }
+
+    fn gather_rows(&mut self, rows: &[u32], input: &CudaTensor, output: &mut CudaTensor) -> Result<(), KernelError> {
+        let (operation, width) = ("gather_rows", input.width());
+        expect_width(operation, output.width(), width)?;
+        output.expect_tokens(operation, rows.len())?;
+        for row in rows {
+            input.expect_tokens(operation, *row as usize + 1)?;
+        }
+        let rows_on_gpu = self.steps.inputs.stage(rows)?;
+        self.steps.push(Call::GatherRows(GatherRowsCall {
+            num_rows: rows.len(),
+            width,
+            input: Arc::clone(input.values()),
+            rows: rows_on_gpu,
+            output: Arc::clone(output.overwrite()),
+        }))
+    }
+
+    fn sample(
+        &mut self,
+        rows: &[SampleRow],
+        first_token: u32,
+        logits: &mut CudaTensor,
+    ) -> Result<Vec<Candidates>, KernelError> {
+        logits.expect_tokens("sample", rows.len())?;
+        let Some(plan) = SamplePlan::new(rows, logits.width(), first_token)? else {
+            let mut values = self.download(rows.len(), logits.values(), logits.width())?;
+            return cpu::sample::sample(&self.team, cpu::simd::Level::detect(), rows, first_token, &mut values);
+        };
+        let Steps { launchers, inputs, .. } = &mut self.steps;
+        let call = launchers.sample.prepare(plan, rows, logits.overwrite(), inputs)?;
+        self.steps.push(Call::Sample(call.clone()))?;
+        self.steps.flush()?;
+        self.steps.launchers.sample.finish(&call, rows)
+    }
+
+    fn with_host<T, E: From<KernelError>>(
+        &mut self,
+        num_tokens: usize,
+        tensor: &mut CudaTensor,
+        body: impl FnOnce(&mut [f32]) -> Result<T, E>,
+    ) -> Result<T, E> {
+        tensor.expect_tokens("with_host", num_tokens)?;
+        let mut values = self.download(num_tokens, tensor.values(), tensor.width())?;
+        let result = body(&mut values)?;
+        tensor.overwrite().write(0, &values)?;
+        Ok(result)
+    }
+}
+
+fn expect_width(operation: &'static str, got: usize, expected: usize) -> Result<(), KernelError> {
+    let what = "width of a tensor";
+    if got == expected { Ok(()) } else { Err(KernelError::Shape { operation, what, got, expected }) }
+}
+
+/// Rows in f32 alone.
+fn values_of(buffer: &Arc<DeviceBuffer>, columns: usize) -> Activations {
+    Activations { columns, tiles: None, halves: None, values: Some(Arc::clone(buffer)) }
+}
+
+/// Rows of f32 queries, keys and values.
+fn rows_of(buffer: &Arc<DeviceBuffer>, stride: usize) -> Rows {
+    Rows { buffer: Arc::clone(buffer), element: Element::F32, stride }
+}

@@ -1,0 +1,74 @@
+//! What a GPU is and what it sustains, for reports and for planning.
+//! For: [`CudaDevice::new`](super::CudaDevice::new).
+//! Invariant: measuring takes some milliseconds, and what it needs is freed again.
+
+use std::sync::Arc;
+
+use cudarc::driver::result;
+use lockstep_formats::GgmlType;
+
+use super::{
+    Activations, DeviceBuffer, Forms, Gpu,
+    matmul::{CudaLinear, Matmul, MatmulCall, Target},
+};
+use crate::{KernelError, device::DeviceInfo, ops::HostMatrix};
+
+/// Memory that is left to the driver, to libraries and to scratch.
+const RESERVED_BYTES: u64 = 1 << 30;
+/// Bytes that are copied to measure bandwidth, read and written.
+const PROBE_BYTES: usize = 256 << 20;
+
+/// Asks the driver and measures the rest.
+pub(super) fn measure(gpu: &Arc<Gpu>) -> Result<DeviceInfo, KernelError> {
+    let limits = gpu.limits();
+    let (major, minor) = limits.compute_capability;
+    let (free, _) = gpu.memory()?;
+    Ok(DeviceInfo {
+        name: format!(
+            "cuda:{} {} (sm_{major}{minor}, {} multiprocessors)",
+            gpu.ordinal(),
+            limits.name,
+            limits.num_multiprocessors
+        ),
+        memory_bytes: (free as u64).saturating_sub(RESERVED_BYTES),
+        memory_bytes_per_second: measure_bandwidth(gpu)?,
+        operations_per_second: measure_matmul_rate(gpu)?,
+    })
+}
+
+/// Bytes a second of a copy on the GPU, read and written.
+fn measure_bandwidth(gpu: &Arc<Gpu>) -> Result<f64, KernelError> {
+    let [from, to] = [DeviceBuffer::zeroed(gpu, PROBE_BYTES / 2)?, DeviceBuffer::zeroed(gpu, PROBE_BYTES / 2)?];
+    let copy = || {
+        let (stream, len) = (gpu.stream().cu_stream(), PROBE_BYTES / 2);
+        // SAFETY: both buffers have so many bytes.
+        unsafe { result::memcpy_dtod_async(to.pointer().0, from.pointer().0, len, stream) }
+            .map_err(gpu.failed("cuMemcpyDtoDAsync"))
+    };
+    Ok(PROBE_BYTES as f64 / best_seconds(gpu, copy)?)
+}
+
+/// Operations a second of a quantized matmul of a prompt batch.
+fn measure_matmul_rate(gpu: &Arc<Gpu>) -> Result<f64, KernelError> {
+    const TYPE: GgmlType = GgmlType::Q4_0;
+    const SIZE: usize = 4096;
+    const TOKENS: usize = 512;
+    let bytes = vec![0; TYPE.bytes_of(SIZE).unwrap_or(0) * SIZE];
+    let linear = CudaLinear::new(gpu, vec![HostMatrix { ggml_type: TYPE, rows: SIZE, columns: SIZE, bytes }])?;
+    let input = Activations::zeroed(gpu, TOKENS, SIZE, linear.input_forms(TOKENS))?;
+    let output = Activations::zeroed(gpu, TOKENS, SIZE, Forms { values: true, ..Forms::default() })?;
+    let matmul = Matmul::new(gpu);
+    let call = MatmulCall { num_tokens: TOKENS, weight: Arc::new(linear), input, target: Target::Store, output };
+    let seconds = best_seconds(gpu, || matmul.launch(&call))?;
+    Ok((2 * SIZE * SIZE * TOKENS) as f64 / seconds)
+}
+
+/// The best of a few runs, after one that does not count.
+fn best_seconds(gpu: &Gpu, run: impl Fn() -> Result<(), KernelError>) -> Result<f64, KernelError> {
+    run()?;
+    let mut best = f64::INFINITY;
+    for _ in 0..3 {
+        best = best.min(f64::from(gpu.elapsed_ms(&run)?) / 1e3);
+    }
+    Ok(best.max(1e-9))
+}

@@ -1,0 +1,115 @@
+//! A forward step as a list of calls: collected while the host describes it, launched when a result is needed, and
+//! replayed as a recorded graph when the same list comes again.
+//! For: [`CudaDevice`](super::CudaDevice). Decode steps repeat: only the content of their inputs changes, so hundreds of
+//! launches become one. Steps of other shapes are launched call by call.
+//! Invariant: a list is launched in its order, after its inputs were sent; a recorded list shares the memory of its calls.
+
+use std::sync::Arc;
+
+use super::{
+    Gpu, Graph, StepInputs,
+    call::{Call, Launchers},
+};
+use crate::KernelError;
+
+/// Shorter lists are not worth recording.
+const MIN_RECORDED_CALLS: usize = 8;
+/// Lists that are remembered; the one that was not used for longest makes room.
+const MAX_KNOWN_STEPS: usize = 64;
+
+/// A list that came before, and its recording from the second time on: at the first time it loads kernels and takes
+/// scratch memory, which cannot be recorded.
+struct KnownStep {
+    calls: Vec<Call>,
+    graph: Option<Graph>,
+}
+
+/// The step that is being described, and those that came before.
+pub(super) struct Steps {
+    gpu: Arc<Gpu>,
+    pub launchers: Launchers,
+    pub inputs: StepInputs,
+    pending: Vec<Call>,
+    is_open: bool,
+    /// The latest first.
+    known: Vec<KnownStep>,
+}
+
+impl Steps {
+    pub fn new(gpu: &Arc<Gpu>) -> Result<Self, KernelError> {
+        Ok(Self {
+            gpu: Arc::clone(gpu),
+            launchers: Launchers::new(gpu)?,
+            inputs: StepInputs::new(gpu)?,
+            pending: Vec::new(),
+            is_open: false,
+            known: Vec::new(),
+        })
+    }
+
+    /// Begins a step: calls are collected from now on.
+    pub fn open(&mut self) {
+        self.discard();
+        self.is_open = true;
+    }
+
+    /// Ends a step with what is still pending.
+    pub fn close(&mut self) -> Result<(), KernelError> {
+        self.is_open = false;
+        self.flush()
+    }
+
+    /// Ends a step that failed.
+    pub fn abandon(&mut self) {
+        self.is_open = false;
+        self.discard();
+    }
+
+    fn discard(&mut self) {
+        self.pending.clear();
+        self.inputs.clear();
+    }
+
+    /// Adds a call; outside a step it is launched at once.
+    pub fn push(&mut self, call: Call) -> Result<(), KernelError> {
+        self.pending.push(call);
+        if self.is_open {
+            return Ok(());
+        }
+        let launched = self.flush();
+        self.discard();
+        launched
+    }
+
+    /// Takes the last call back if it is still pending and `is_wanted`.
+    pub fn pop_if(&mut self, is_wanted: impl FnOnce(&Call) -> bool) -> Option<Call> {
+        self.pending.pop_if(|call| is_wanted(call))
+    }
+
+    /// Launches what is pending.
+    pub fn flush(&mut self) -> Result<(), KernelError> {
+        if self.pending.is_empty() {
+            return Ok(());
+        }
+        self.inputs.send()?;
+        if self.pending.len() < MIN_RECORDED_CALLS {
+            return self.pending.drain(..).try_for_each(|call| self.launchers.launch(&call));
+        }
+        match self.known.iter().position(|step| step.calls == self.pending) {
+            Some(index) => self.known[..=index].rotate_right(1),
+            None => {
+                self.pending.iter().try_for_each(|call| self.launchers.launch(call))?;
+                self.known.truncate(MAX_KNOWN_STEPS - 1);
+                self.known.insert(0, KnownStep { calls: std::mem::take(&mut self.pending), graph: None });
+                return Ok(());
+            }
+        }
+        self.pending.clear();
+        let Some(step) = self.known.first_mut() else { return Ok(()) };
+        if step.graph.is_none() {
+            let launch = || step.calls.iter().try_for_each(|call| self.launchers.launch(call));
+            step.graph = Some(Graph::record(&self.gpu, launch)?);
+        }
+        step.graph.iter().try_for_each(Graph::replay)
+    }
+}
