@@ -39,8 +39,7 @@ impl ServerArgs {
     }
 
     async fn channel(&self) -> anyhow::Result<Channel> {
-        let address = if self.server.contains("://") { self.server.clone() } else { format!("http://{}", self.server) };
-        Endpoint::from_shared(address)
+        Endpoint::from_shared(url_of(&self.server))
             .with_context(|| format!("server {:?}", self.server))?
             .connect_timeout(Duration::from_secs(5))
             .tcp_nodelay(true)
@@ -48,6 +47,11 @@ impl ServerArgs {
             .await
             .with_context(|| format!("cannot reach a coordinator at {}", self.server))
     }
+}
+
+/// The URL of an address that may come without a scheme.
+pub fn url_of(address: &str) -> String {
+    if address.contains("://") { address.to_owned() } else { format!("http://{address}") }
 }
 
 /// A refused call in one line: what the server says and the class of the failure.

@@ -1,12 +1,13 @@
 //! The one binary: parses the command line, sets up logs, runs one subcommand, turns its error into one line and an
-//! exit code (0 done, 1 failed, 2 wrong usage). Thin over the libraries: what a server or planner does is not here.
+//! exit code (0 done, 1 failed, 2 wrong usage, 130 interrupted). Thin over the libraries: what a server or planner does is not here.
 //!
 //! - [`commands`]: one file a subcommand. [`settings`]: defaults < TOML file < environment < flags.
-//! - [`client`]: gRPC connections. [`logging`], [`signals`], [`units`], [`table`], [`progress`]: the terminal's side.
+//! - [`client`]: gRPC connections. [`logging`], [`output`], [`signals`], [`units`], [`table`], [`progress`]: the terminal's side.
 
 mod client;
 mod commands;
 mod logging;
+mod output;
 mod progress;
 mod settings;
 mod signals;
@@ -17,7 +18,7 @@ use std::{io::Write, process::ExitCode};
 
 use clap::{Parser, Subcommand};
 
-use crate::logging::LogFormat;
+use crate::{logging::LogSettings, output::ReaderGone};
 
 /// Distributed inference of large language models: a coordinator plans how a model is cut over devices, and workers run
 /// it in lockstep.
@@ -32,12 +33,8 @@ Start a local cluster of two workers and talk to it:
   lockstep generate \"The capital of France is\""
 )]
 struct Cli {
-    /// Form of the log on standard error
-    #[arg(long, global = true, value_enum, default_value_t = LogFormat::Text, env = "LOCKSTEP_LOG_FORMAT")]
-    log_format: LogFormat,
-    /// What is logged, such as `info` or `lockstep_worker=debug,info`
-    #[arg(long, global = true, default_value = "info", env = "LOCKSTEP_LOG", value_name = "FILTER")]
-    log: String,
+    #[command(flatten)]
+    log: LogSettings,
     #[command(subcommand)]
     command: Command,
 }
@@ -60,10 +57,16 @@ enum Command {
 #[error("{0}")]
 struct UsageError(String);
 
+/// Ctrl-C ended the command before it was done.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Interrupted(&'static str);
+
 fn main() -> ExitCode {
     let cli = Cli::parse();
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
+        Err(error) if error.is::<ReaderGone>() => ExitCode::SUCCESS,
         Err(error) => {
             // One line: the error and its causes. A cause that its effect already quotes is not said twice.
             let mut line = error.to_string();
@@ -74,23 +77,24 @@ fn main() -> ExitCode {
             }
             // Nobody may be left to read it.
             let _ = writeln!(std::io::stderr(), "error: {}", line.replace('\n', " ").trim_end());
-            ExitCode::from(if error.is::<UsageError>() { 2 } else { 1 })
+            let is_interrupted = error.is::<Interrupted>();
+            ExitCode::from(if is_interrupted { 130 } else { 1 + u8::from(error.is::<UsageError>()) })
         }
     }
 }
 
 fn run(cli: Cli) -> anyhow::Result<()> {
-    logging::init(cli.log_format, &cli.log)?;
+    logging::init(&cli.log)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let result = match cli.command {
         Command::Coordinator(args) => runtime.block_on(commands::coordinator::run(args)),
         Command::Worker(args) => runtime.block_on(commands::worker::run(args)),
-        Command::Up(args) => runtime.block_on(commands::up::run(args)),
+        Command::Up(args) => runtime.block_on(commands::up::run(args, &cli.log)),
         Command::Generate(args) => runtime.block_on(commands::generate::run(args)),
         Command::Status(args) => runtime.block_on(commands::status::run(args)),
         Command::Bench(args) => runtime.block_on(commands::bench::run(args)),
         Command::Plan(args) => commands::plan::run(&args),
-        Command::Synth(args) => commands::synth::run(&args),
+        Command::Synth(args) => runtime.block_on(commands::synth::run(args)),
         Command::Pull(args) => runtime.block_on(commands::pull::run(args)),
     };
     // A reader that blocks on standard input must not hold the process back.

@@ -1,5 +1,9 @@
 //! Sizes as people write and read them.
 
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
 /// Bytes of a text such as `1500000`, `512MiB`, `16GiB` or `80GB`.
 ///
 /// # Errors
@@ -28,6 +32,37 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
         return Err(wrong());
     }
     Ok(bytes as u64)
+}
+
+/// A number of bytes in a settings file: a text with a unit, or a number.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(try_from = "WrittenSize")]
+pub struct ByteSize(pub u64);
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum WrittenSize {
+    Number(u64),
+    Text(String),
+}
+
+impl TryFrom<WrittenSize> for ByteSize {
+    type Error = String;
+
+    fn try_from(written: WrittenSize) -> Result<Self, String> {
+        match written {
+            WrittenSize::Number(bytes) => Ok(Self(bytes)),
+            WrittenSize::Text(text) => text.parse(),
+        }
+    }
+}
+
+impl FromStr for ByteSize {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        parse_bytes(text).map(Self)
+    }
 }
 
 /// Bytes in the largest binary unit that leaves at least one, such as `1.5 GiB`.

@@ -98,8 +98,12 @@ pub async fn fetch(
 
     let partial = Partial::open(&path, location.url.as_str()).await?;
     let mut transfer = Transfer::new(&location, options, partial, wanted)?;
-    transfer.run(progress).await?;
+    let ran = transfer.run(progress).await;
     let (partial, wanted) = transfer.into_parts();
+    if let Err(error) = ran {
+        partial.close();
+        return Err(error);
+    }
     let (num_bytes, sha256) = partial.finish(wanted.as_deref()).await?;
     Ok(Fetched { path, num_bytes, sha256: Some(sha256), was_present: false })
 }

@@ -103,6 +103,15 @@ impl Partial {
         self.file.flush().await.map_err(FetchError::io(&self.path, "write"))
     }
 
+    /// Leaves what has come to a later run; nothing, if nothing has.
+    pub(super) fn close(&self) {
+        if self.len == 0 {
+            // Empty files that stay would only be ignored.
+            let _ = std::fs::remove_file(&self.path);
+            let _ = std::fs::remove_file(&self.origin_path);
+        }
+    }
+
     /// Checks the hash, makes the bytes durable and gives the file its name. Returns size and SHA-256.
     ///
     /// # Errors
@@ -112,7 +121,8 @@ impl Partial {
         let got = hexadecimal(std::mem::take(&mut self.hasher));
         if let Some(wanted) = wanted.filter(|&wanted| wanted != got) {
             self.restart(None).await?;
-            return Err(FetchError::Hash { path: self.path, expected: wanted.to_owned(), got });
+            self.close();
+            return Err(FetchError::Hash { path: self.path.clone(), expected: wanted.to_owned(), got });
         }
         self.file.sync_all().await.map_err(FetchError::io(&self.path, "write"))?;
         std::fs::rename(&self.path, &self.destination).map_err(FetchError::io(&self.destination, "rename to"))?;

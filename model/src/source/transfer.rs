@@ -103,7 +103,7 @@ impl<'a> Transfer<'a> {
             }
             let backoff = self.options.backoff.saturating_mul(1 << (attempts - 1).min(16));
             let wait = retry_after.unwrap_or(backoff).min(MAX_BACKOFF);
-            tracing::warn!(%error, attempts, bytes = self.partial.len(), "fetch interrupted, trying again");
+            tracing::warn!(%error, attempts, bytes = self.partial.len(), "cannot fetch, trying again");
             tokio::time::sleep(wait).await;
         }
     }

@@ -13,7 +13,10 @@ use std::path::Path;
 use lockstep_formats::GgmlType;
 use lockstep_sharding::{ModelShape, TensorRole, TensorShape};
 
-pub use self::{mixture::Quantization, write::synth};
+pub use self::{
+    mixture::Quantization,
+    write::{partial_path, synth},
+};
 use crate::{
     ModelConfig, ModelError, RopeConfig, RopeStyle,
     rope::{RopeScaling, rope_config},

@@ -44,7 +44,8 @@ pub fn synth(spec: &SynthSpec, path: &Path, progress: impl Fn(u64, u64)) -> Resu
     })
 }
 
-fn partial_path(path: &Path) -> PathBuf {
+/// Where a checkpoint lies while it is written.
+pub fn partial_path(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".partial");
     name.into()

@@ -1,6 +1,6 @@
 //! `lockstep generate`: one request, streamed to the terminal.
 
-use std::io::{IsTerminal, Read, Write};
+use std::io::{IsTerminal, Read};
 
 use anyhow::Context;
 use lockstep_proto::v1::{
@@ -10,8 +10,9 @@ use lockstep_proto::v1::{
 use serde_json::json;
 
 use crate::{
-    UsageError,
+    Interrupted, UsageError,
     client::{ServerArgs, refused},
+    output::{print, print_line},
 };
 
 /// Send one prompt and stream the answer; Ctrl-C cancels the request.
@@ -42,7 +43,7 @@ pub struct Args {
     #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
     system: Option<String>,
     /// Name of the model; may be left out if one is served
-    #[arg(long, default_value = "")]
+    #[arg(long, default_value = "", hide_default_value = true)]
     model: String,
     /// Print one JSON object for each event instead of the text
     #[arg(long)]
@@ -90,8 +91,8 @@ struct SamplingArgs {
     /// Go on past the model's end-of-sequence tokens
     #[arg(long)]
     ignore_eos: bool,
-    /// Log-probabilities of the chosen and the N most likely tokens (with --json)
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    /// Log-probabilities of the chosen and the N most likely tokens
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "json")]
     logprobs: u32,
 }
 
@@ -105,7 +106,6 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let request = args.into_request()?;
     let call = async {
         let mut stream = client.generate(request).await.map_err(|status| refused(&status))?.into_inner();
-        let mut output = std::io::stdout();
         while let Some(response) = stream.message().await.map_err(|status| refused(&status))? {
             let request_id = response.request_id;
             match response.event {
@@ -115,13 +115,12 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
                     if !logprobs.is_empty() {
                         line["logprobs"] = logprobs.into();
                     }
-                    writeln!(output, "{line}")?;
+                    print_line(&line.to_string())?;
                 }
-                Some(Event::Delta(delta)) => output.write_all(delta.text.as_bytes())?,
+                Some(Event::Delta(delta)) => print(&delta.text)?,
                 Some(Event::Finish(finish)) => return finished(&request_id, &finish, is_json),
                 None => {}
             }
-            output.flush()?;
         }
         anyhow::bail!("the server closed the stream before its end")
     };
@@ -129,8 +128,10 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         result = call => result,
         signal = tokio::signal::ctrl_c() => {
             signal?;
-            println!();
-            anyhow::bail!("cancelled")
+            if !is_json {
+                print_line("")?;
+            }
+            Err(Interrupted("cancelled").into())
         }
     }
 }
@@ -161,9 +162,9 @@ fn finished(request_id: &str, finish: &Finish, is_json: bool) -> anyhow::Result<
             },
             "decode_tokens_per_second": decode,
         });
-        println!("{line}");
+        print_line(&line.to_string())?;
     } else {
-        println!();
+        print_line("")?;
         eprintln!(
             "{} prompt + {} generated tokens, first after {:.0} ms, then {decode:.1} tokens/s ({reason_name})",
             usage.prompt_tokens, usage.completion_tokens, timings.ttft_ms,

@@ -7,7 +7,10 @@ use lockstep_model::Checkpoint;
 use lockstep_sharding::{ModelShape, PlanError, PlanOptions, Policy, Topology};
 
 use super::synth::preset_shape;
-use crate::UsageError;
+use crate::{
+    UsageError,
+    output::{print, print_line},
+};
 
 /// Explain how a model would be cut: layers, heads, columns, bytes and estimated time of every rank.
 #[derive(Debug, clap::Args)]
@@ -71,9 +74,9 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let plan = lockstep_sharding::plan(&args.read_shape()?, &topology, &policy, &options)?;
     let explanation = lockstep_sharding::Explanation::new(&plan, &topology);
     if args.json {
-        println!("{}", explanation.to_json()?);
+        print_line(&explanation.to_json()?.to_string())?;
     } else {
-        print!("{explanation}");
+        print(&explanation.to_string())?;
     }
     Ok(())
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use lockstep_model::source::{FetchOptions, Progress, fetch};
 
-use crate::{progress, units::format_bytes};
+use crate::{Interrupted, output::print_line, progress, units::format_bytes};
 
 /// Fetch a model file with resume and SHA-256 check; interrupted runs go on where they stopped.
 #[derive(clap::Args)]
@@ -52,14 +52,11 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         fetched = fetch(&args.source, &args.output, &options, &mut show) => fetched?,
         signal = tokio::signal::ctrl_c() => {
             signal?;
-            anyhow::bail!("interrupted; the same command goes on where this one stopped")
+            return Err(Interrupted("interrupted; the same command goes on where this one stopped").into());
         }
     };
     bar.finish_and_clear();
     let note = if fetched.was_present { " (was there already)" } else { "" };
-    println!("{}: {}{note}", fetched.path.display(), format_bytes(fetched.num_bytes));
-    if let Some(sha256) = fetched.sha256 {
-        println!("sha256 {sha256}");
-    }
-    Ok(())
+    print_line(&format!("{}: {}{note}", fetched.path.display(), format_bytes(fetched.num_bytes)))?;
+    fetched.sha256.map_or(Ok(()), |sha256| print_line(&format!("sha256 {sha256}")))
 }

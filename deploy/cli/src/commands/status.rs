@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 
 use crate::{
     client::{ServerArgs, refused},
+    output::print,
     table::Table,
     units::format_bytes,
 };
@@ -40,9 +41,9 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         let cluster = client.get_cluster(GetClusterRequest {}).await.map_err(|status| refused(&status))?.into_inner();
         let text = if args.json { format!("{}\n", to_json(&cluster)) } else { render(&cluster) };
         if args.watch && !args.json {
-            print!("\x1b[H\x1b[2J");
+            print("\x1b[H\x1b[2J")?;
         }
-        print!("{text}");
+        print(&text)?;
         if !args.watch {
             return Ok(());
         }
@@ -110,7 +111,8 @@ fn engine_cells(replica: &ReplicaStatus, engine: &EngineStatus) -> Vec<String> {
         state_name(replica),
         engine.num_running_sequences.to_string(),
         engine.num_waiting_sequences.to_string(),
-        format!("{used}/{}", engine.num_kv_blocks),
+        // The first heartbeat after the start brings the number.
+        if engine.num_kv_blocks == 0 { String::from("-") } else { format!("{used}/{}", engine.num_kv_blocks) },
         format!("{:.1}", engine.prefill_tokens_per_second),
         format!("{:.1}", engine.decode_tokens_per_second),
         engine.num_preemptions.to_string(),

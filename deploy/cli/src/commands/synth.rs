@@ -8,7 +8,7 @@ use lockstep_model::{
 };
 use lockstep_sharding::ModelShape;
 
-use crate::{UsageError, progress, units::format_bytes};
+use crate::{Interrupted, UsageError, output::print_line, progress, units::format_bytes};
 
 /// Write a random but valid GGUF file of any shape and quantized type, for benchmarks and tests.
 #[derive(Debug, clap::Args)]
@@ -27,7 +27,8 @@ pub struct Args {
     /// Overwrite an existing file
     #[arg(long)]
     force: bool,
-    /// Element type of the matrices: q4_k_m or a GGML type
+    /// Element type of the matrices: q4_k_m (a mix of Q4_K and Q6_K) or a GGML type: f32, f16, bf16, q4_0, q4_1, q5_0,
+    /// q5_1, q8_0, q8_1, q2_k, q3_k, q4_k, q5_k, q6_k, q8_k. Rows that are no multiple of its block become F16
     #[arg(long, value_name = "TYPE", default_value = "q4_k_m")]
     quantization: String,
     /// Every seed gives other weights
@@ -41,20 +42,28 @@ pub struct Args {
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Changes to the shape")]
 struct Dimensions {
+    /// Width of the residual stream
     #[arg(long, value_name = "N")]
     hidden_size: Option<usize>,
+    /// Columns of the feed-forward layers
     #[arg(long, value_name = "N")]
     intermediate_size: Option<usize>,
+    /// Layers
     #[arg(long, value_name = "N")]
     num_hidden_layers: Option<usize>,
+    /// Query heads of a layer
     #[arg(long, value_name = "N")]
     num_attention_heads: Option<usize>,
+    /// Key/value heads of a layer; they divide the query heads
     #[arg(long, value_name = "N")]
     num_key_value_heads: Option<usize>,
+    /// Elements of a head
     #[arg(long, value_name = "N")]
     head_dim: Option<usize>,
+    /// Tokens of the vocabulary
     #[arg(long, value_name = "N")]
     vocab_size: Option<usize>,
+    /// Longest sequence
     #[arg(long, value_name = "N")]
     max_position_embeddings: Option<usize>,
 }
@@ -63,21 +72,33 @@ struct Dimensions {
 ///
 /// # Errors
 /// If the shape is unknown or impossible, or the file exists or cannot be written.
-pub fn run(args: &Args) -> anyhow::Result<()> {
+pub async fn run(args: Args) -> anyhow::Result<()> {
     if args.output.exists() && !args.force {
         return Err(UsageError(format!("{} exists; --force overwrites it", args.output.display())).into());
     }
     let mut spec = preset(&args.shape, &args.quantization)?;
     spec.seed = args.seed;
     args.dimensions.apply(&mut spec);
-    let bar = progress::bytes_bar("writing");
-    lockstep_model::synth::synth(&spec, &args.output, |written, total| {
-        bar.set_length(total);
-        bar.set_position(written);
-    })?;
-    bar.finish_and_clear();
-    println!("{}: {}", args.output.display(), format_bytes(std::fs::metadata(&args.output)?.len()));
-    Ok(())
+    let output = args.output.clone();
+    let writing = tokio::task::spawn_blocking(move || {
+        let bar = progress::bytes_bar("writing");
+        lockstep_model::synth::synth(&spec, &output, |written, total| {
+            bar.set_length(total);
+            bar.set_position(written);
+        })?;
+        bar.finish_and_clear();
+        anyhow::Ok(())
+    });
+    tokio::select! {
+        written = writing => written??,
+        signal = tokio::signal::ctrl_c() => {
+            signal?;
+            // The thread that writes ends with the process; what it wrote so far is of no use.
+            let _ = std::fs::remove_file(lockstep_model::synth::partial_path(&args.output));
+            return Err(Interrupted("interrupted; what was written is removed").into());
+        }
+    }
+    print_line(&format!("{}: {}", args.output.display(), format_bytes(std::fs::metadata(&args.output)?.len())))
 }
 
 /// The shape of a preset, without writing anything.

@@ -8,13 +8,13 @@ use lockstep_worker::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::{UsageError, settings, signals, units::parse_bytes};
+use crate::{UsageError, client::url_of, settings, signals, units::ByteSize};
 
 /// Run a worker: it offers this machine's devices to a coordinator and runs the parts of models that it is given.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Offer this machine's processor to the coordinator on host-a:
-  lockstep worker --coordinator http://host-a:7070 --advertise-host host-b
+  lockstep worker --coordinator host-a:7070 --advertise-host host-b
 Two GPUs, a rank each:
   lockstep worker --device cuda:0,cuda:1
 Two devices of four threads each, settings from a file:
@@ -37,8 +37,8 @@ struct Settings {
     /// Name of this worker, unique in the cluster [default: worker-<random>]
     #[arg(long, env = "LOCKSTEP_WORKER_ID", value_name = "NAME")]
     worker_id: Option<String>,
-    /// gRPC address of the coordinator [default: http://127.0.0.1:7070]
-    #[arg(long, env = "LOCKSTEP_COORDINATOR", value_name = "URL")]
+    /// gRPC address of the coordinator [default: 127.0.0.1:7070]
+    #[arg(long, env = "LOCKSTEP_COORDINATOR", value_name = "HOST:PORT")]
     coordinator: Option<String>,
     /// Host name or address under which the coordinator and other workers reach this worker [default: 127.0.0.1]
     #[arg(long, env = "LOCKSTEP_ADVERTISE_HOST", value_name = "HOST")]
@@ -64,8 +64,8 @@ struct Settings {
     threads_per_device: Option<usize>,
     /// Memory for weights, KV blocks and activations of all devices, such as 16GiB [default: all of a GPU; 90 % of what is
     /// available to the processor, of which what workers of one host claim beyond what it has is divided among them]
-    #[arg(long = "memory", env = "LOCKSTEP_MEMORY", value_name = "SIZE", value_parser = parse_bytes)]
-    memory_bytes: Option<u64>,
+    #[arg(long, env = "LOCKSTEP_MEMORY", value_name = "SIZE")]
+    memory: Option<ByteSize>,
     /// Longest wait for the other ranks that share a layer, inside a step [default: 30]
     #[arg(long, env = "LOCKSTEP_COLLECTIVE_TIMEOUT_SECS", value_name = "SECONDS")]
     collective_timeout_secs: Option<f64>,
@@ -110,7 +110,7 @@ impl Settings {
         let listen = self.listen.unwrap_or_else(|| SocketAddr::from((any_port, 0)));
         Ok(WorkerConfig {
             worker_id: self.worker_id.unwrap_or_else(|| format!("worker-{:08x}", uuid::Uuid::new_v4().as_fields().0)),
-            coordinator: self.coordinator.unwrap_or_else(|| String::from("http://127.0.0.1:7070")),
+            coordinator: url_of(self.coordinator.as_deref().unwrap_or("127.0.0.1:7070")),
             listen,
             rank_listen: self.rank_listen.unwrap_or_else(|| SocketAddr::new(listen.ip(), 0)),
             advertise_host: self.advertise_host.unwrap_or_else(|| String::from("127.0.0.1")),
@@ -120,7 +120,7 @@ impl Settings {
                 threads_per_device: self.threads_per_device.unwrap_or(0),
                 kernel_cache: self.kernel_cache.or_else(settings::default_kernel_cache),
             },
-            memory_bytes: self.memory_bytes,
+            memory_bytes: self.memory.map(|size| size.0),
             collective_timeout: seconds("collective_timeout_secs", self.collective_timeout_secs.unwrap_or(30.0))?,
             max_waiting_sequences: self.max_waiting_sequences.unwrap_or(256),
             drain_timeout: seconds("drain_timeout_secs", self.drain_timeout_secs.unwrap_or(30.0))?,

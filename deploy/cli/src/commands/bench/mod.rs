@@ -8,7 +8,11 @@ mod measure;
 use serde_json::json;
 
 use self::{cluster::ClusterTarget, in_process::InProcessTarget, measure::Target};
-use crate::{client::ServerArgs, table::Table};
+use crate::{
+    client::ServerArgs,
+    output::{print, print_line},
+    table::Table,
+};
 
 /// Measure prefill and decode tokens per second: medians of repetitions after a warm-up.
 #[derive(Debug, clap::Args)]
@@ -38,7 +42,7 @@ pub struct Args {
     #[arg(long, value_name = "N", requires = "model", default_value_t = 1)]
     pipeline_parallel: usize,
     /// Name of the model on the server; may be left out if one is served
-    #[arg(long, default_value = "", value_name = "NAME")]
+    #[arg(long, default_value = "", hide_default_value = true, value_name = "NAME")]
     model_name: String,
     /// Prompt lengths to measure prefill with
     #[arg(long, value_name = "TOKENS,…", value_delimiter = ',', default_values_t = [512])]
@@ -82,15 +86,12 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
                 })
             })
             .collect();
-        println!("{}", json!({"target": target.describe(), "tests": tests}));
-        return Ok(());
+        return print_line(&json!({"target": target.describe(), "tests": tests}).to_string());
     }
-    println!("{}, median of {}", target.describe(), args.repetitions);
     let mut table = Table::new(&["TEST", "TOKENS/S", "MIN", "MAX"]);
     for result in &results {
         let number = |value: f64| format!("{value:.1}");
         table.row(vec![result.name.clone(), number(result.median), number(result.least), number(result.most)]);
     }
-    print!("{}", table.render());
-    Ok(())
+    print(&format!("{}, median of {}\n{}", target.describe(), args.repetitions, table.render()))
 }

@@ -1,6 +1,7 @@
 //! `lockstep up`: a coordinator and its workers as child processes, the embedded default.
 
 mod child;
+mod cluster;
 mod layout;
 
 use std::{
@@ -14,7 +15,7 @@ use lockstep_worker::devices::{DeviceSelection, DeviceSettings, LocalDevices};
 use serde::Serialize;
 use tokio_util::sync::CancellationToken;
 
-use self::{child::ChildProcess, layout::Layout};
+use self::{cluster::Cluster, layout::Layout};
 use super::{
     coordinator::{Addresses, default_model_name, write_json},
     worker::device_selection,
@@ -22,16 +23,16 @@ use super::{
 use crate::{
     UsageError,
     client::{ServerArgs, refused},
+    logging::LogSettings,
     progress, signals,
 };
 
 /// Longest wait for a child to listen or to register.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
-/// Longest wait for children to drain.
-const STOP_TIMEOUT: Duration = Duration::from_secs(35);
 const POLL: Duration = Duration::from_millis(50);
 
-/// Start a coordinator and workers on this machine and serve a model until Ctrl-C.
+/// Start a coordinator and workers on this machine and serve a model until Ctrl-C. A worker that ends is started again.
+/// Children log warnings only, unless --log says more.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Two workers, tensor parallel (the default cut over the workers):
@@ -54,8 +55,8 @@ pub struct Args {
     #[arg(long, env = "LOCKSTEP_DEVICE", value_name = "DEVICES")]
     device: Option<String>,
     /// Threads of each worker on the processor [default: all cores divided by the workers]
-    #[arg(long, value_name = "N")]
-    threads_per_worker: Option<usize>,
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    threads_per_worker: Option<u64>,
     /// Address to listen on; 0.0.0.0 serves other machines too
     #[arg(long, default_value = "127.0.0.1", value_name = "ADDRESS")]
     host: std::net::IpAddr,
@@ -86,17 +87,11 @@ struct Ready<'a> {
     worker_pids: Vec<u32>,
 }
 
-/// The children, the coordinator first.
-struct Cluster {
-    coordinator: ChildProcess,
-    workers: Vec<ChildProcess>,
-}
-
 /// Starts the cluster, serves, and stops it.
 ///
 /// # Errors
 /// If the model does not exist, a child ends at start, or the model cannot be loaded.
-pub async fn run(args: Args) -> anyhow::Result<()> {
+pub async fn run(args: Args, log: &LogSettings) -> anyhow::Result<()> {
     let layout = args.layout.layout(device_selection(args.device.as_deref())?, &choose_automatically)?;
     let model = args.model.canonicalize().with_context(|| format!("model {}", args.model.display()))?;
     if let Some(path) = args.ready_file.as_deref().filter(|path| path.exists()) {
@@ -105,8 +100,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let shutdown = signals::shutdown_token(args.exit_on_stdin_close)?;
     let folder = TemporaryFolder::new()?;
     let listening = folder.0.join("coordinator.json");
-    let coordinator = ChildProcess::start("coordinator", &args.coordinator_arguments(&listening))?;
-    let mut cluster = Cluster { coordinator, workers: Vec::new() };
+    let mut cluster = Cluster::start(&args.coordinator_arguments(&listening), log.or_filter("warn"))?;
     let result = args.serve(&layout, &model, &listening, &mut cluster, &shutdown).await;
     if let Some(path) = &args.ready_file {
         // It may not have been written.
@@ -136,7 +130,7 @@ impl Args {
 
     fn worker_arguments(&self, index: usize, layout: &Layout, coordinator: &str) -> Vec<String> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = self.threads_per_worker.unwrap_or((cores / layout.num_workers).max(1));
+        let threads = self.threads_per_worker.unwrap_or((cores / layout.num_workers).max(1) as u64);
         let mut arguments = vec![
             String::from("worker"),
             format!("--worker-id=worker-{index}"),
@@ -168,7 +162,7 @@ impl Args {
         };
         for index in 0..layout.num_workers {
             let arguments = self.worker_arguments(index, layout, &reachable);
-            cluster.workers.push(ChildProcess::start(&format!("worker-{index}"), &arguments)?);
+            cluster.start_worker(&format!("worker-{index}"), arguments)?;
         }
         let name = self.model_name.clone().unwrap_or_else(|| default_model_name(&model.to_string_lossy()));
         let request = LoadModelRequest {
@@ -181,19 +175,18 @@ impl Args {
             loaded = load(ServerArgs { server: reachable }, layout.num_workers, request) => loaded?,
             error = cluster.first_end() => return Err(error),
         }
-        let ready = Ready {
-            model: &name,
-            addresses: &addresses,
-            coordinator_pid: cluster.coordinator.pid(),
-            worker_pids: cluster.workers.iter().map(ChildProcess::pid).collect(),
+        let write_ready = |cluster: &Cluster| match &self.ready_file {
+            Some(path) => {
+                let (coordinator_pid, worker_pids) = cluster.pids();
+                write_json(path, &Ready { model: &name, addresses: &addresses, coordinator_pid, worker_pids })
+            }
+            None => Ok(()),
         };
-        if let Some(path) = &self.ready_file {
-            write_json(path, &ready)?;
-        }
+        write_ready(cluster)?;
         eprintln!("serving {name}: gRPC {}, HTTP {}; Ctrl-C stops", addresses.grpc, addresses.http);
         tokio::select! {
             () = shutdown.cancelled() => Ok(()),
-            error = cluster.coordinator_end() => Err(error),
+            error = cluster.keep_up(write_ready) => Err(error),
         }
     }
 }
@@ -225,64 +218,6 @@ async fn load(server: ServerArgs, num_workers: usize, request: LoadModelRequest)
         }
     }
     anyhow::bail!("the coordinator stopped reporting before the model was loaded")
-}
-
-impl Cluster {
-    async fn wait_for_addresses(&mut self, listening: &Path) -> anyhow::Result<Addresses> {
-        let deadline = tokio::time::Instant::now() + START_TIMEOUT;
-        while !listening.exists() {
-            if let Some(status) = self.coordinator.ended()? {
-                anyhow::bail!("the coordinator ended at start with {status}; its reason stands above");
-            }
-            anyhow::ensure!(
-                tokio::time::Instant::now() < deadline,
-                "the coordinator does not listen after {START_TIMEOUT:?}"
-            );
-            tokio::time::sleep(POLL).await;
-        }
-        Ok(serde_json::from_slice(&std::fs::read(listening)?)?)
-    }
-
-    /// Resolves when any child has ended.
-    async fn first_end(&mut self) -> anyhow::Error {
-        loop {
-            for child in std::iter::once(&mut self.coordinator).chain(&mut self.workers) {
-                match child.ended() {
-                    Ok(None) => {}
-                    Ok(Some(status)) => {
-                        return anyhow::anyhow!("{} ended with {status}; its reason stands above", child.name());
-                    }
-                    Err(error) => return error.into(),
-                }
-            }
-            tokio::time::sleep(POLL).await;
-        }
-    }
-
-    /// Resolves when the coordinator has ended; reports workers that end meanwhile.
-    async fn coordinator_end(&mut self) -> anyhow::Error {
-        let mut reported = vec![false; self.workers.len()];
-        loop {
-            match self.coordinator.ended() {
-                Ok(None) => {}
-                Ok(Some(status)) => return anyhow::anyhow!("the coordinator ended with {status}"),
-                Err(error) => return error.into(),
-            }
-            for (worker, reported) in self.workers.iter_mut().zip(&mut reported) {
-                if !*reported && let Ok(Some(status)) = worker.ended() {
-                    tracing::error!(worker = worker.name(), status, "a worker ended; what it served is broken");
-                    *reported = true;
-                }
-            }
-            tokio::time::sleep(POLL).await;
-        }
-    }
-
-    /// The coordinator first: it lets running requests finish, for which it needs the workers.
-    async fn stop(self) {
-        self.coordinator.stop(STOP_TIMEOUT).await;
-        futures::future::join_all(self.workers.into_iter().map(|worker| worker.stop(STOP_TIMEOUT))).await;
-    }
 }
 
 /// A folder of this process, removed when dropped.
