@@ -57,7 +57,7 @@ impl Launchers {
             attention: Attention::new(gpu)?,
             convert: Convert::new(gpu)?,
             gather_rows: GatherRows::new(gpu)?,
-            matmul: Matmul::new(gpu),
+            matmul: Matmul::new(gpu)?,
             rms_norm: RmsNorm::new(gpu)?,
             rope_and_store: CudaRopeAndStore::new(gpu),
             sample: Sample::new(gpu)?,

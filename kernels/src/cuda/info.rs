@@ -57,7 +57,7 @@ fn measure_matmul_rate(gpu: &Arc<Gpu>) -> Result<f64, KernelError> {
     let linear = CudaLinear::new(gpu, vec![HostMatrix { ggml_type: TYPE, rows: SIZE, columns: SIZE, bytes }])?;
     let input = Activations::zeroed(gpu, TOKENS, SIZE, linear.input_forms(TOKENS))?;
     let output = Activations::zeroed(gpu, TOKENS, SIZE, Forms { values: true, ..Forms::default() })?;
-    let matmul = Matmul::new(gpu);
+    let matmul = Matmul::new(gpu)?;
     let call = MatmulCall { num_tokens: TOKENS, weight: Arc::new(linear), input, target: Target::Store, output };
     let seconds = best_seconds(gpu, || matmul.launch(&call))?;
     Ok((2 * SIZE * SIZE * TOKENS) as f64 / seconds)

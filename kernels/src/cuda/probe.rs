@@ -18,7 +18,7 @@ pub enum Library {
     Driver,
     /// `libnvrtc`, which compiles the kernels.
     Nvrtc,
-    /// `libcublasLt`, for matrices that are not quantized.
+    /// `libcublasLt`, for prompts.
     CublasLt,
     /// `libnccl`, for collectives between GPUs.
     Nccl,

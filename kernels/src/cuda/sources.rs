@@ -4,7 +4,7 @@
 
 use super::{
     add, attention, convert, gather_rows,
-    matmul::{batch, embed, matvec, plain, swiglu},
+    matmul::{batch, dense, embed, matvec, plain, products},
     rms_norm, rope_and_store, sample,
 };
 
@@ -27,14 +27,15 @@ pub const SOURCES: &[&Source] = &[
     &attention::prefill::SOURCE,
     &batch::SOURCE,
     &convert::SOURCE,
+    &dense::SOURCE,
     &embed::SOURCE,
     &gather_rows::SOURCE,
     &matvec::SOURCE,
     &plain::SOURCE,
+    &products::SOURCE,
     &rms_norm::SOURCE,
     &rope_and_store::SOURCE,
     &sample::SOURCE,
-    &swiglu::SOURCE,
 ];
 
 /// Shared headers, by the name that sources include.

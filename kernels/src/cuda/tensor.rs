@@ -8,12 +8,10 @@ use std::{
     sync::Arc,
 };
 
-use super::{Activations, DeviceBuffer, Forms, Gpu};
+use super::{Activations, DeviceBuffer, Forms, Gpu, matmul::MAX_MATVEC_TOKENS};
 use crate::KernelError;
 
 const NO_FORMS: Forms = Forms { tiles: false, halves: None, values: false };
-/// Tokens of a step that quantized matmuls compute without tensor cores.
-const FEW_TOKENS: usize = 8;
 
 /// Forms that the kernel of a producer can make beside f32.
 #[derive(Clone, Copy, Debug)]
@@ -137,5 +135,5 @@ impl CudaTensor {
 
 /// Steps of few tokens read other forms than steps of many.
 fn class(num_tokens: usize) -> usize {
-    usize::from(num_tokens > FEW_TOKENS)
+    usize::from(num_tokens > MAX_MATVEC_TOKENS)
 }

@@ -70,11 +70,12 @@ impl ActivationView {
 
 /// Rows of one format.
 #[derive(Clone, Copy, Debug)]
-struct PartView {
-    format: Format,
+pub(super) struct PartView {
+    pub(super) format: Format,
     data: DevicePointer,
-    rows: usize,
-    first_row: usize,
+    pub(super) rows: usize,
+    /// Its first row in the output of the layer.
+    pub(super) first_row: usize,
 }
 
 /// The parts of one launch: all quantized, or all of one type that is not.
@@ -115,16 +116,18 @@ impl LayerView {
             [gate, up] if gate.rows == up.rows && gate.format.goes_with(up.format) => vec![gate, up],
             [both] if both.rows.is_multiple_of(2 * GROUP_ROWS) => {
                 let rows = both.rows / 2;
-                let offset = match both.format {
-                    Format::Tiles(layout) => rows / GROUP_ROWS * num_tiles * layout.tile_bytes(),
-                    Format::Plain(plain) => rows * weight.columns() * plain.block_bytes(),
-                };
                 let gate = PartView { rows, ..both };
-                vec![gate, PartView { data: both.data.offset_bytes(offset), first_row: rows, ..gate }]
+                let data = both.row(rows, num_tiles, weight.columns());
+                vec![gate, PartView { data, first_row: rows, ..gate }]
             }
             _ => return None,
         };
         Some(Self { parts, num_tiles })
+    }
+
+    /// The parts.
+    pub(super) fn parts(&self) -> &[PartView] {
+        &self.parts
     }
 
     /// The type, if it is not a quantized one.
@@ -202,6 +205,14 @@ impl LayerView {
 impl PartView {
     fn of(part: &Part) -> Self {
         Self { format: part.format, data: part.pointer(), rows: part.rows, first_row: part.first_row }
+    }
+
+    /// Where a row begins; of tiles, a multiple of [`GROUP_ROWS`].
+    pub(super) fn row(&self, row: usize, num_tiles: usize, columns: usize) -> DevicePointer {
+        self.data.offset_bytes(match self.format {
+            Format::Tiles(layout) => row / GROUP_ROWS * num_tiles * layout.tile_bytes(),
+            Format::Plain(plain) => row * columns * plain.block_bytes(),
+        })
     }
 }
 

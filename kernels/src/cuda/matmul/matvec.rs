@@ -1,4 +1,4 @@
-//! Quantized weights times one to eight tokens. Device code: `cuda/matvec.cu`.
+//! Quantized weights times one or two tokens (the kernel takes up to eight). Device code: `cuda/matvec.cu`.
 //! For: decode. Invariant: the launch's shape, and with it the order of summation, depends on the layer, the epilogue and
 //! the number of tokens alone.
 
@@ -87,7 +87,7 @@ impl Shape {
     }
 }
 
-/// Launches the product of a quantized layer and at most 8 rows of tiles.
+/// Launches the product of a quantized layer and a few rows of tiles.
 pub(super) fn launch(
     gpu: &Gpu,
     layer: &LayerView,

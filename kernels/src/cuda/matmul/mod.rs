@@ -4,19 +4,21 @@
 //! that the number of tokens selects, not on the other tokens.
 //!
 //! - [`linear`]: a layer on the GPU; `layout`: tiles of quantized weights.
-//! - [`matvec`]: one to eight tokens, quantized weights; [`mod@batch`]: more of them.
-//! - [`plain`]: weights of 16 and 32 bits.
-//! - [`swiglu`]: SwiGLU of layers that cannot be cut in halves. [`embed`]: rows of a table.
+//! - [`matvec`]: one or two tokens, quantized weights; [`mod@batch`]: more of them.
+//! - [`plain`]: one token, weights of 16 and 32 bits. [`dense`]: prompts, and `blas`, cuBLASLt.
+//! - [`products`]: what becomes of products in memory. [`embed`]: rows of a table.
 //! - `arguments`: the structures that kernels take.
 
 mod arguments;
 pub mod batch;
+mod blas;
+pub mod dense;
 pub mod embed;
 mod layout;
 pub mod linear;
 pub mod matvec;
 pub mod plain;
-pub mod swiglu;
+pub mod products;
 
 use std::sync::Arc;
 
@@ -24,14 +26,23 @@ use lockstep_formats::GgmlType;
 
 use self::{
     arguments::{ActivationView, LayerView},
+    blas::Blas,
+    dense::Dense,
     linear::{Format, shape},
+    products::Products,
 };
 pub use self::{embed::EmbedCall, linear::CudaLinear};
 use super::{Activations, Forms, Gpu, HalfType, ScratchBuffer};
 use crate::KernelError;
 
-/// Tokens of the largest launch of [`matvec`] or [`plain`].
-const MAX_TOKENS: usize = 8;
+/// Most tokens for which quantized weights are multiplied by 8-bit activations: above, tensor cores are faster.
+pub const MAX_MATVEC_TOKENS: usize = 2;
+/// Most tokens for which weights of 16 and 32 bits are multiplied without cuBLAS.
+const MAX_PLAIN_TOKENS: usize = 1;
+/// Tokens of the largest launch of [`plain`].
+const PLAIN_PIECE_TOKENS: usize = 8;
+/// Tokens of the largest launch of [`mod@batch`] where there is cuBLAS: with more, writing weights as f16 pays.
+const MAX_BATCH_TOKENS: usize = 128;
 
 /// What happens to the product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -60,7 +71,7 @@ impl CudaLinear {
     pub fn input_forms(&self, num_tokens: usize) -> Forms {
         let has = |wanted: GgmlType| self.parts.iter().any(|part| part.format == Format::Plain(wanted));
         let is_quantized = self.parts.iter().any(|part| matches!(part.format, Format::Tiles(_)));
-        let is_batch = is_quantized && num_tokens > MAX_TOKENS;
+        let is_batch = is_quantized && num_tokens > MAX_MATVEC_TOKENS;
         let (f16, bf16) = (has(GgmlType::F16) || is_batch, has(GgmlType::BF16));
         // Two types of halves cannot be handed on side by side: f32 serves those that go without.
         let values = has(GgmlType::F32) || f16 && bf16;
@@ -87,12 +98,20 @@ pub struct MatmulCall {
 /// The launcher.
 pub struct Matmul {
     gpu: Arc<Gpu>,
+    blas: Option<Blas>,
 }
 
 impl Matmul {
     /// Of a GPU; kernels are compiled when they are first wanted.
-    pub fn new(gpu: &Arc<Gpu>) -> Self {
-        Self { gpu: Arc::clone(gpu) }
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if cuBLASLt is there and does not start.
+    pub fn new(gpu: &Arc<Gpu>) -> Result<Self, KernelError> {
+        let blas = Blas::open(gpu)?;
+        if blas.is_none() {
+            tracing::warn!("libcublasLt is not found: prompts are processed by slower kernels");
+        }
+        Ok(Self { gpu: Arc::clone(gpu), blas })
     }
 
     /// Starts it.
@@ -112,7 +131,9 @@ impl Matmul {
         let stacked = ScratchBuffer::new(&self.gpu, num_tokens * weight.rows() * size_of::<f32>())?;
         let products = ActivationView::of_values(stacked.pointer(), weight.rows());
         self.launch_parts(num_tokens, weight, input, Target::Store, products)?;
-        swiglu::launch(&self.gpu, num_tokens, stacked.pointer(), output)
+        let (columns, pointer) = (output.columns, stacked.pointer());
+        let products = Products { pointer, is_half: false, columns, first_column: 0 };
+        products::store(&self.gpu, num_tokens, products, true, output)
     }
 
     /// All parts of a layer.
@@ -136,16 +157,19 @@ impl Matmul {
         target: Target,
         output: ActivationView,
     ) -> Result<(), KernelError> {
-        if layer.plain_type().is_none() && num_tokens > MAX_TOKENS {
-            return batch::launch(&self.gpu, layer, num_tokens, input, target, output);
+        let is_quantized = layer.plain_type().is_none();
+        let is_dense = num_tokens > if is_quantized { MAX_BATCH_TOKENS } else { MAX_PLAIN_TOKENS };
+        if let Some(blas) = self.blas.as_ref().filter(|_| is_dense && dense::takes(layer.plain_type(), &input)) {
+            return Dense { gpu: &self.gpu, blas, layer, num_tokens, input, output }.launch(target);
         }
-        for first in (0..num_tokens).step_by(MAX_TOKENS) {
-            let num_tokens = MAX_TOKENS.min(num_tokens - first);
+        let Some(ggml_type) = layer.plain_type() else {
+            let launch = if num_tokens > MAX_MATVEC_TOKENS { batch::launch } else { matvec::launch };
+            return launch(&self.gpu, layer, num_tokens, input, target, output);
+        };
+        for first in (0..num_tokens).step_by(PLAIN_PIECE_TOKENS) {
+            let num_tokens = PLAIN_PIECE_TOKENS.min(num_tokens - first);
             let (input, output) = (input.skip_tokens(first), output.skip_tokens(first));
-            match layer.plain_type() {
-                None => matvec::launch(&self.gpu, layer, num_tokens, input, target, output)?,
-                Some(ggml_type) => plain::launch(&self.gpu, layer, ggml_type, num_tokens, input, target, output)?,
-            }
+            plain::launch(&self.gpu, layer, ggml_type, num_tokens, input, target, output)?;
         }
         Ok(())
     }

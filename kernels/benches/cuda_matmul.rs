@@ -1,0 +1,177 @@
+//! Speed of the CUDA matmul beside the machine's limits: GB/s of weights beside a kernel that only reads them, in the same
+//! kind of graph; TFLOP/s of batches beside cuBLAS.
+//!
+//! `cargo bench --features cuda --bench cuda_matmul -- [matvec|batch] [type ...]`. Needs a CUDA GPU. Every graph rotates
+//! over more than 2 GB of weights, so that nothing is left in a cache; figures are medians of replays.
+#![allow(clippy::unwrap_used, missing_docs, reason = "a failure is what a benchmark reports")]
+
+#[path = "../tests/blocks/mod.rs"]
+mod blocks;
+
+use std::sync::Arc;
+
+use blocks::random_matrix;
+use lockstep_formats::GgmlType;
+use lockstep_kernels::{
+    KernelError,
+    cuda::{
+        Activations, DeviceBuffer, Forms, Gpu, Graph, HalfType, KernelCache, Launch,
+        matmul::{CudaLinear, Matmul, MatmulCall, Target},
+        sources::Source,
+    },
+    ops::HostMatrix,
+};
+
+/// Rows and columns of the layers of an 8B model, and what becomes of their products.
+const SHAPES: [(usize, usize, Target); 4] =
+    [(4096, 14336, Target::Add), (28672, 4096, Target::SwiGlu), (6144, 4096, Target::Store), (4096, 4096, Target::Add)];
+const ROTATED_BYTES: usize = 2100 << 20;
+const BATCHES: [usize; 12] = [2, 3, 4, 6, 8, 16, 32, 64, 128, 256, 512, 4096];
+const NUM_REPLAYS: usize = 7;
+
+/// Reads and adds up, with as many loads under way as pay; the next launch starts when it is done.
+const READ: Source = Source {
+    name: "read.cu",
+    text: r#"
+#include "launch.cuh"
+extern "C" __global__ void __launch_bounds__(256) read(const uint4* from, uint32_t count, uint32_t* out) {
+    const uint32_t stride = gridDim.x * 256;
+    uint32_t sum = 0;
+    wait_for_previous();
+    for (uint32_t i = blockIdx.x * 256 + threadIdx.x; i < count; i += 8 * stride) {
+        uint4 loaded[8] = {};
+#pragma unroll
+        for (uint32_t k = 0; k < 8; ++k) {
+            if (i + k * stride < count) {
+                asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                             : "=r"(loaded[k].x), "=r"(loaded[k].y), "=r"(loaded[k].z), "=r"(loaded[k].w)
+                             : "l"(from + i + k * stride));
+            }
+        }
+#pragma unroll
+        for (uint32_t k = 0; k < 8; ++k) sum ^= loaded[k].x ^ loaded[k].y ^ loaded[k].z ^ loaded[k].w;
+    }
+    if (sum == 0x12345678) *out = sum;
+}
+"#,
+    variants: &[],
+};
+
+/// Median microseconds of one of `count` launches of a graph.
+fn time(gpu: &Arc<Gpu>, count: usize, launch: impl Fn(usize) -> Result<(), KernelError>) -> f64 {
+    let all = || (0..count).try_for_each(&launch);
+    all().unwrap();
+    let graph = Graph::record(gpu, all).unwrap();
+    graph.replay().unwrap();
+    let mut times: Vec<f32> = (0..NUM_REPLAYS).map(|_| gpu.elapsed_ms(|| graph.replay()).unwrap()).collect();
+    times.sort_by(f32::total_cmp);
+    f64::from(times[NUM_REPLAYS / 2]) * 1e3 / count as f64
+}
+
+/// Layers of the same type and shape, more than caches hold.
+fn layers(gpu: &Arc<Gpu>, ggml_type: GgmlType, rows: usize, columns: usize) -> Vec<Arc<CudaLinear>> {
+    // Every row has the same bits: what they are does not change the speed.
+    let row = random_matrix(ggml_type, 8, columns, 1);
+    let matrix = HostMatrix { rows, bytes: row.bytes.repeat(rows / 8), ..row };
+    let count = (ROTATED_BYTES / matrix.bytes.len()).max(2);
+    (0..count).map(|_| Arc::new(CudaLinear::new(gpu, vec![matrix.clone()]).unwrap())).collect()
+}
+
+fn call(gpu: &Arc<Gpu>, num_tokens: usize, weight: &Arc<CudaLinear>, target: Target) -> MatmulCall {
+    let values = Forms { values: true, ..Forms::default() };
+    let (width, forms) = match target {
+        Target::SwiGlu if num_tokens == 1 => (weight.rows() / 2, Forms { tiles: true, ..Forms::default() }),
+        Target::SwiGlu => (weight.rows() / 2, Forms { halves: Some(HalfType::F16), ..Forms::default() }),
+        Target::Store | Target::Add => (weight.rows(), values),
+    };
+    let zeroed = |columns, forms| Activations::zeroed(gpu, num_tokens, columns, forms).unwrap();
+    let input = zeroed(weight.columns(), weight.input_forms(num_tokens));
+    // Numbers of every size: zeros make tensor cores faster.
+    for buffer in input.halves.iter().map(|(_, buffer)| buffer).chain(&input.tiles).chain(&input.values) {
+        let words: Vec<u32> =
+            (0..buffer.num_bytes() as u32 / 4).map(|i| i.wrapping_mul(0x9e37_79b9) & 0xbbff_bbff).collect();
+        buffer.write(0, &words).unwrap();
+    }
+    MatmulCall { num_tokens, weight: Arc::clone(weight), input, target, output: zeroed(width, forms) }
+}
+
+fn time_call(gpu: &Arc<Gpu>, matmul: &Matmul, layers: &[Arc<CudaLinear>], num_tokens: usize, target: Target) -> f64 {
+    let call = call(gpu, num_tokens, &layers[0], target);
+    let count = if num_tokens > 256 { 4 } else { layers.len() };
+    let calls: Vec<_> =
+        layers.iter().take(count).map(|weight| MatmulCall { weight: weight.clone(), ..call.clone() }).collect();
+    time(gpu, calls.len(), |index| matmul.launch(&calls[index]))
+}
+
+fn time_read(gpu: &Arc<Gpu>, num_bytes: usize) -> f64 {
+    static SOURCE: Source = READ;
+    let count = (ROTATED_BYTES / num_bytes).max(2);
+    let buffers: Vec<_> = (0..count).map(|_| DeviceBuffer::zeroed(gpu, num_bytes).unwrap()).collect();
+    let out = DeviceBuffer::zeroed(gpu, 4).unwrap();
+    let kernel = gpu.kernel(&SOURCE, &[], "read").unwrap();
+    let launch = Launch::blocks(8 * gpu.limits().num_multiprocessors, 256);
+    time(gpu, count, |index| {
+        let arguments = [(&buffers[index]).into(), ((num_bytes / 16) as u32).into(), (&out).into()];
+        // SAFETY: the kernel's arguments; it reads the buffer.
+        unsafe { kernel.launch(gpu, launch, &arguments) }
+    })
+}
+
+fn matvec(gpu: &Arc<Gpu>, matmul: &Matmul, types: &[GgmlType]) {
+    println!("one token: us, GB/s, beside a read of the same bytes");
+    for &ggml_type in types {
+        for (rows, columns, target) in SHAPES {
+            let layers = layers(gpu, ggml_type, rows, columns);
+            let num_bytes = layers[0].num_bytes();
+            let us = time_call(gpu, matmul, &layers, 1, target);
+            drop(layers);
+            let read = time_read(gpu, num_bytes);
+            let rate = |us: f64| num_bytes as f64 / us / 1e3;
+            println!(
+                "{:5} {rows:6}x{columns:<6} {:6.1} MB {us:7.2} us {:5.0} GB/s, read {:5.0} GB/s, {:.3} of it",
+                ggml_type.name(),
+                num_bytes as f64 / 1e6,
+                rate(us),
+                rate(read),
+                read / us
+            );
+        }
+    }
+}
+
+fn batch(gpu: &Arc<Gpu>, matmul: &Matmul, types: &[GgmlType]) {
+    println!("batches: us (TFLOP/s) of each layer, us of all four, tokens/s of 32 layers of them");
+    for &ggml_type in types {
+        let mut totals = [0.0; BATCHES.len()];
+        let mut cells = vec![String::new(); BATCHES.len()];
+        for (rows, columns, target) in SHAPES {
+            let layers = layers(gpu, ggml_type, rows, columns);
+            for (index, num_tokens) in BATCHES.into_iter().enumerate() {
+                let us = time_call(gpu, matmul, &layers, num_tokens, target);
+                totals[index] += us;
+                let rate = 2.0 * (rows * columns * num_tokens) as f64 / us / 1e6;
+                cells[index] += &format!(" {us:8.1} ({rate:4.0})");
+            }
+        }
+        for ((num_tokens, cells), total) in BATCHES.iter().zip(cells).zip(totals) {
+            let rate = *num_tokens as f64 / (32.0 * total) * 1e6;
+            println!("{:5} {num_tokens:5} tokens{cells} {total:8.1} {rate:8.0}", ggml_type.name());
+        }
+    }
+}
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
+    let wants = |name: &str| arguments.iter().all(|argument| argument.parse::<GgmlType>().is_ok() || argument == name);
+    let named: Vec<GgmlType> = arguments.iter().filter_map(|argument| argument.parse().ok()).collect();
+    let or = |usual: Vec<GgmlType>| if named.is_empty() { usual } else { named.clone() };
+    let gpu = Gpu::open(0, KernelCache::default()).unwrap();
+    let matmul = Matmul::new(&gpu).unwrap();
+    println!("{}", gpu.limits().name);
+    if wants("matvec") {
+        self::matvec(&gpu, &matmul, &or(GgmlType::all().collect()));
+    }
+    if wants("batch") {
+        batch(&gpu, &matmul, &or(vec![GgmlType::Q4_K, GgmlType::Q6_K, GgmlType::Q8_0, GgmlType::BF16]));
+    }
+}
