@@ -27,11 +27,11 @@ const TOKEN_BLOCK_BYTES: usize = 384 << 10;
 const PIECES_PER_THREAD: usize = 4;
 /// Tokens of the widest tile of any level.
 const MAX_TILE: usize = 8;
-/// Sums of each output that are kept in f32 before they are added up.
-const MAX_SUMS: usize = 16;
+/// Sums of a row group and a token, of all tokens of a tile, that are kept in f32 before they are added up.
+const MAX_SUMS: usize = 16 * MAX_TILE;
 
 /// Room for what a product writes: `[sums][T][16]`.
-type Products = MaybeUninit<[[f32; GROUP]; MAX_SUMS * MAX_TILE]>;
+type Products = MaybeUninit<[[f32; GROUP]; MAX_SUMS]>;
 
 /// Tokens cut into tiles: as many of the widest as fit, then one of the next power of two.
 #[derive(Clone, Copy)]
@@ -142,8 +142,9 @@ impl<'a> Call<'a> {
             for tile in tiles {
                 let mut totals = [[0.0; GROUP]; MAX_TILE];
                 let totals = &mut totals[..self.tiles.width(tile)];
-                for start in (0..part.columns).step_by(MAX_SUMS * sum_columns) {
-                    let range = start..part.columns.min(start + MAX_SUMS * sum_columns);
+                let columns_each = MAX_SUMS / totals.len() * sum_columns;
+                for start in (0..part.columns).step_by(columns_each) {
+                    let range = start..part.columns.min(start + columns_each);
                     let sums = self.product(part, group, tile, range, sum_columns, &mut products);
                     self.level.run(AddSums { sums, totals });
                 }
@@ -203,7 +204,7 @@ impl<'a> Call<'a> {
         });
     }
 
-    /// Products of a row group and a tile over the columns `range`, `[sums][T]` (at most [`MAX_SUMS`]).
+    /// Products of a row group and a tile over the columns `range`, `[sums][T]` (at most [`MAX_SUMS`] in all).
     fn product<'p>(
         &self,
         part: &PackedMatrix,
@@ -218,7 +219,7 @@ impl<'a> Call<'a> {
             Some(_) => self.quantized[self.tiles.start(tile) * (columns / BLOCK * TOKEN_BYTES)..].as_ptr(),
             None => self.interleaved[self.tiles.start(tile) * columns..].as_ptr().cast(),
         };
-        let num_sums = range.len().div_ceil(sum_columns);
+        let num_sums = range.len().div_ceil(sum_columns) * width;
         assert!(num_sums <= MAX_SUMS, "a span of {num_sums} sums");
         let span = Span { columns, range, sum_columns, prefetches: tile.is_multiple_of(self.tiles_each()) };
         let product = (self.kernels.product)(part.ggml_type, width);
@@ -226,6 +227,6 @@ impl<'a> Call<'a> {
         // in its form and has the width of the product; there is room for the sums.
         unsafe { product(part.group(group).as_ptr(), &span, activations, products.as_mut_ptr().cast()) };
         // SAFETY: the product has written them.
-        unsafe { std::slice::from_raw_parts_mut(products.as_mut_ptr().cast(), num_sums * width) }
+        unsafe { std::slice::from_raw_parts_mut(products.as_mut_ptr().cast(), num_sums) }
     }
 }

@@ -19,9 +19,13 @@ pub(super) struct Span {
     pub(super) range: Range<usize>,
     /// Columns of one sum, a multiple of the block.
     pub(super) sum_columns: usize,
-    /// Whether to ask for the next group meanwhile.
+    /// Whether to ask for the weights that come next meanwhile.
     pub(super) prefetches: bool,
 }
+
+/// How far ahead unquantized weights are asked for: past the border of a page, where the processor's own prefetching
+/// stops, and near enough to be in the first-level cache still.
+const PREFETCH_BYTES: usize = 8 << 10;
 
 /// `(group, span, tile, output)`: writes the products of a packed row group and a tile of `T` tokens, `[T][16]` for each
 /// sum of the span.
@@ -199,7 +203,6 @@ pub(super) unsafe fn plain<S: Simd, P: Plain, const T: usize>(
     output: *mut f32,
 ) {
     let tile = tile.cast::<f32>();
-    let group_bytes = span.columns * GROUP * P::BYTES;
     let mut lane = 0;
     while lane < GROUP {
         let rows = group.wrapping_add(P::BYTES * lane);
@@ -213,7 +216,8 @@ pub(super) unsafe fn plain<S: Simd, P: Plain, const T: usize>(
                 while column + 1 < end {
                     let pair = rows.add(column * GROUP * P::BYTES);
                     if lane == 0 && span.prefetches {
-                        (0..2 * P::BYTES / 4).for_each(|line| S::prefetch(pair.wrapping_add(group_bytes + 64 * line)));
+                        (0..2 * P::BYTES / 4)
+                            .for_each(|line| S::prefetch(pair.wrapping_add(PREFETCH_BYTES + 64 * line)));
                     }
                     add_column::<S, P, T>(&mut even, pair, tile.add(column * T));
                     add_column::<S, P, T>(&mut odd, pair.add(GROUP * P::BYTES), tile.add((column + 1) * T));

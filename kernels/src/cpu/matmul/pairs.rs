@@ -1,8 +1,9 @@
-//! Integer products of the portable level: 4 rows as two vectors of 128 bits, two summands of each row side by side.
+//! What compilers do not find by themselves, for the portable level: integer products of 4 rows, as two vectors of 128
+//! bits with two summands of each row side by side, and the widening of u16.
 //! For: `portable`. One implementation for each architecture that has such vectors, and one for the others.
 //! Invariant: sums are exact, so all of them agree. Only instructions that the target always has.
 
-pub(super) use arch::{Pairs, add_dot, fold};
+pub(super) use arch::{Pairs, add_dot, fold, widen};
 
 #[cfg(target_arch = "x86_64")]
 mod arch {
@@ -53,6 +54,16 @@ mod arch {
             let odd = _mm_castps_si128(_mm_shuffle_ps::<0b11_01_11_01>(low, high));
             transmute(_mm_add_epi32(even, odd))
         }
+    }
+
+    /// Four u16 as u32.
+    ///
+    /// # Safety
+    /// They are readable.
+    #[inline(always)]
+    pub(in super::super) unsafe fn widen(source: *const u8) -> [u32; 4] {
+        // SAFETY: SSE2 belongs to x86-64; the caller's promise for the load.
+        unsafe { transmute(_mm_unpacklo_epi16(_mm_loadl_epi64(source.cast()), _mm_setzero_si128())) }
     }
 }
 
@@ -113,6 +124,16 @@ mod arch {
         // SAFETY: NEON belongs to aarch64; vectors and arrays have the same bits.
         unsafe { transmute(vpaddq_s32(sums[0], sums[1])) }
     }
+
+    /// Four u16 as u32.
+    ///
+    /// # Safety
+    /// They are readable.
+    #[inline(always)]
+    pub(in super::super) unsafe fn widen(source: *const u8) -> [u32; 4] {
+        // SAFETY: NEON belongs to aarch64; the caller's promise for the load.
+        unsafe { transmute(vmovl_u16(vreinterpret_u16_u8(vld1_u8(source)))) }
+    }
 }
 
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
@@ -144,5 +165,15 @@ mod arch {
     #[inline(always)]
     pub(in super::super) fn fold(sums: [Pairs; 2]) -> [i32; 4] {
         std::array::from_fn(|row| sums[row / 2][row % 2 * 2] + sums[row / 2][row % 2 * 2 + 1])
+    }
+
+    /// Four u16 as u32.
+    ///
+    /// # Safety
+    /// They are readable.
+    #[inline(always)]
+    pub(in super::super) unsafe fn widen(source: *const u8) -> [u32; 4] {
+        // SAFETY: the caller's promise.
+        unsafe { source.cast::<[u16; 4]>().read_unaligned() }.map(u32::from)
     }
 }

@@ -1,5 +1,5 @@
 //! Level portable: arrays of 128 bits, which compilers turn into the vectors that x86-64 (SSE2) and aarch64 (NEON)
-//! always have. What they do not find by themselves, the integer product, is written for each (`pairs`).
+//! always have. What they do not find by themselves is written for each (`pairs`).
 
 use std::mem::transmute;
 
@@ -24,10 +24,9 @@ fn lanes<T: Copy + Default, const N: usize>(value: impl Fn(usize) -> T) -> [T; N
 }
 
 #[inline(always)]
-fn widen_half(half: u16) -> f32 {
+fn widen_half(half: u32) -> f32 {
     /// Exponent bias of f32 less that of f16, as a factor.
     const REBIAS: f32 = f32::from_bits((127 + 112) << 23);
-    let half = u32::from(half);
     // The product also turns subnormal halves into normal numbers.
     let finite = (f32::from_bits((half & 0x7fff) << 13) * REBIAS).to_bits();
     let infinite = if half & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
@@ -78,12 +77,12 @@ impl Simd for Portable {
         }
         fn load_f32(source: *const u8) -> [f32; LANES] { source.cast::<[f32; LANES]>().read_unaligned() }
         fn load_f16(source: *const u8) -> [f32; LANES] {
-            let bits = source.cast::<[u16; LANES]>().read_unaligned();
+            let bits = pairs::widen(source);
             lanes(|lane| widen_half(bits[lane]))
         }
         fn load_bf16(source: *const u8) -> [f32; LANES] {
-            let bits = source.cast::<[u16; LANES]>().read_unaligned();
-            lanes(|lane| f32::from_bits(u32::from(bits[lane]) << 16))
+            let bits = pairs::widen(source);
+            lanes(|lane| f32::from_bits(bits[lane] << 16))
         }
         fn load_u8(source: *const u8, shift: u32, mask: i32) -> [f32; LANES] {
             let bytes = source.cast::<[u8; LANES]>().read_unaligned();
