@@ -10,7 +10,7 @@ use lockstep_model::{
     ChatMessage, ChatTemplate, Checkpoint,
     synth::{Quantization, SynthSpec, synth},
 };
-use lockstep_sharding::{TensorRole, TensorShape};
+use lockstep_sharding::{PlanOptions, TensorRole, TensorShape, Topology};
 
 fn write(spec: &SynthSpec, path: &Path) -> Checkpoint {
     synth(spec, path, |_, _| {}).expect("synthesize");
@@ -137,6 +137,19 @@ fn presets_have_the_parameters_of_their_names() {
         );
     }
     assert!(SynthSpec::preset("llama-7b", Quantization::Q4KM).is_none());
+}
+
+#[test]
+fn the_tiny_model_can_be_cut_over_four_ranks_in_every_type() {
+    let topology = Topology::parse_devices("4*cpu").expect("devices");
+    for quantization in GgmlType::all().map(Quantization::Uniform).chain([Quantization::Q4KM]) {
+        let shape = SynthSpec::preset("tiny", quantization).and_then(|spec| spec.shape().ok()).expect("shape");
+        for degree in ["tensor=2", "tensor=4", "hybrid=2x2"] {
+            let policy = degree.parse().expect("policy");
+            let plan = lockstep_sharding::plan(&shape, &topology, &policy, &PlanOptions::default());
+            assert!(plan.is_ok(), "{quantization} {degree}: {plan:?}");
+        }
+    }
 }
 
 #[test]

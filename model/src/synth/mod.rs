@@ -52,11 +52,11 @@ impl SynthSpec {
     /// Names that [`SynthSpec::preset`] knows.
     pub const PRESETS: [&'static str; 5] = ["tiny", "smollm2-135m", "llama-1b", "llama-8b", "llama-70b"];
 
-    /// A known shape: `tiny` (for tests), `smollm2-135m`, `llama-1b` (Llama 3.2), `llama-8b`, `llama-70b` (Llama 3.1).
+    /// A known shape: `tiny` (for tests; in any type it can be cut over four ranks), `smollm2-135m`, `llama-1b` (Llama 3.2), `llama-8b`, `llama-70b` (Llama 3.1).
     pub fn preset(name: &str, quantization: Quantization) -> Option<Self> {
         // layers, hidden, intermediate, heads, key/value heads, head_dim, vocabulary, context, theta, tied
         let (layers, hidden, intermediate, heads, key_value, head_dim, vocab, context, theta, tied) = match name {
-            "tiny" => (2, 256, 512, 4, 2, 64, 512, 512, 10_000.0, true),
+            "tiny" => (2, 256, 1024, 16, 4, 64, 512, 512, 10_000.0, true),
             "smollm2-135m" => (30, 576, 1536, 9, 3, 64, 49_152, 8192, 100_000.0, true),
             "llama-1b" => (16, 2048, 8192, 32, 8, 64, 128_256, 131_072, 500_000.0, true),
             "llama-8b" => (32, 4096, 14_336, 32, 8, 128, 128_256, 131_072, 500_000.0, false),
