@@ -13,7 +13,7 @@ use std::{
 
 use lockstep_model::{ChatTemplate, Tokenizer};
 use lockstep_proto::v1::{self, worker_client::WorkerClient};
-use lockstep_sharding::{ModelShape, ReplicaPlan, ShardPlan};
+use lockstep_sharding::{Explanation, ModelShape, ReplicaPlan};
 use tokio::{sync::watch, time::Instant};
 use tonic::transport::Channel;
 
@@ -40,9 +40,9 @@ pub struct ServedModel {
     pub spec: ModelSpec,
     /// Known once a worker described it.
     pub description: Option<Arc<ModelDescription>>,
-    /// The newest plan and its epoch; 0 before the first.
-    pub plan: Option<Arc<ShardPlan>>,
-    /// Epoch of `plan`.
+    /// The newest plan, explained.
+    pub plan: Option<Arc<Explanation>>,
+    /// Its epoch; 0 before the first.
     pub plan_epoch: u64,
     /// Every replica, broken ones until they are replaced.
     pub replicas: Vec<Arc<Replica>>,

@@ -1,13 +1,17 @@
 //! Why a plan was refused.
 
+use crate::words::{count, format_bytes};
+
 /// A plan that cannot be made; each variant carries the numbers that disagree.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum PlanError {
     /// The policy text is not understood.
-    #[error("sharding policy {text:?} is none of auto, tensor=N, pipeline=N, hybrid=TPxPP, replicas=N")]
+    #[error("sharding policy {text:?}: {problem}")]
     Policy {
         /// What was given.
         text: String,
+        /// What is wrong with it.
+        problem: &'static str,
     },
     /// The encoded plan is damaged or of another version.
     #[error("shard plan cannot be decoded: {reason}")]
@@ -40,7 +44,7 @@ pub enum PlanError {
         problem: String,
     },
     /// More tensor-parallel ranks or stages than the model can be cut into.
-    #[error("{degree} {asked} is more than the {possible} {parts} that the model can be cut into")]
+    #[error("{degree} {asked} is more than the {possible} {parts} that the model can be cut into{cause}")]
     Degree {
         /// `tensor_parallel_size` or `pipeline_parallel_size`.
         degree: &'static str,
@@ -50,12 +54,15 @@ pub enum PlanError {
         possible: usize,
         /// What is counted.
         parts: String,
+        /// Why the parts are so large and what else would work, after a colon; empty if it goes without saying.
+        cause: String,
     },
     /// Fewer devices than ranks.
     #[error(
-        "{replicas} replicas of tensor_parallel_size {tensor_parallel_size} × pipeline_parallel_size \
-         {pipeline_parallel_size} need {} devices, the cluster has {devices}",
-        replicas * tensor_parallel_size * pipeline_parallel_size
+        "{} of tensor_parallel_size {tensor_parallel_size} × pipeline_parallel_size {pipeline_parallel_size} \
+         would need {}, the cluster has {devices}",
+        count(*replicas, "replica"),
+        count(replicas * tensor_parallel_size * pipeline_parallel_size, "device")
     )]
     Devices {
         /// Replicas asked for.
@@ -69,13 +76,19 @@ pub enum PlanError {
     },
     /// A device is too small for its part.
     #[error(
-        "{device} has {available_bytes} bytes, its part needs {required_bytes}: weights {weight_bytes}, \
-         {num_kv_blocks} KV blocks {kv_bytes} (for one sequence of {sequence_tokens} tokens), activations {activation_bytes}"
+        "device {device} has {} to use, its part needs {}: weights {}, {num_kv_blocks} KV blocks {} (for one sequence of \
+         {sequence_tokens} tokens), activations {}{}",
+        format_bytes(*available_bytes),
+        format_bytes(*required_bytes),
+        format_bytes(*weight_bytes),
+        format_bytes(*kv_bytes),
+        format_bytes(*activation_bytes),
+        min_devices.map(|number| format!("; the model needs at least {number} such devices")).unwrap_or_default()
     )]
     Memory {
-        /// Worker, local rank and name of the device.
+        /// Label and name of the device.
         device: String,
-        /// Memory of the device.
+        /// Memory of the device that the plan may use.
         available_bytes: u64,
         /// Sum of the parts.
         required_bytes: u64,
@@ -89,5 +102,7 @@ pub enum PlanError {
         sequence_tokens: usize,
         /// Activations of the largest step.
         activation_bytes: u64,
+        /// Fewest devices of this size that could hold the model, if those of the plan are fewer.
+        min_devices: Option<u64>,
     },
 }

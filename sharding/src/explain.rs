@@ -1,15 +1,19 @@
-//! A plan in words and numbers, as a table for people and as JSON for programs.
-//! For: `lockstep plan`. Invariant: everything comes from the plan and the topology; nothing is estimated anew.
+//! A plan in words and numbers, as JSON for programs.
+//! For: `lockstep plan` and the coordinator's `GetPlan`. Invariant: everything comes from the plan and the topology;
+//! nothing is estimated anew.
+//! Not here: the table for people (`table`).
 
-use std::fmt;
+use std::collections::BTreeSet;
 
 use serde::Serialize;
 
-use crate::{RankPlan, ReplicaPlan, ShardPlan, Topology};
+use crate::{DeviceSpec, RankPlan, ReplicaPlan, ShardPlan, StagePlan, Topology, words::rounded};
 
 /// A plan with its totals.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Explanation {
+    /// Why this plan.
+    pub reason: String,
     /// Tokens in a KV block.
     pub block_size: usize,
     /// Longest sequence, in tokens.
@@ -20,6 +24,8 @@ pub struct Explanation {
     pub max_step_tokens: usize,
     /// Each copy of the model.
     pub replicas: Vec<ReplicaExplanation>,
+    /// Devices that hold no rank.
+    pub unused_devices: Vec<DeviceSpec>,
 }
 
 /// One replica.
@@ -33,9 +39,11 @@ pub struct ReplicaExplanation {
     pub num_kv_blocks: usize,
     /// Tokens that they hold.
     pub kv_tokens: usize,
-    /// Estimated decode rate of one sequence alone.
+    /// Sequences of the longest length that they hold at once.
+    pub num_longest_sequences: usize,
+    /// Estimated decode rate of one sequence alone, to three digits.
     pub decode_tokens_per_second: f64,
-    /// Estimated prefill rate of one prompt, with as many chunks in flight as stages.
+    /// Estimated prefill rate of one prompt, with as many chunks in flight as stages, to three digits.
     pub prefill_tokens_per_second: f64,
     /// Weights of all ranks, copies included.
     pub weight_bytes: u64,
@@ -56,28 +64,31 @@ pub struct RankExplanation {
     pub host: String,
     /// Kind and model of the device.
     pub device_name: String,
-    /// Memory of the device.
+    /// Memory of the device that the plan may use.
     pub memory_bytes: u64,
+    /// Its memory read bandwidth, by which the plan reckons.
+    pub memory_bytes_per_second: f64,
+    /// Its rate in quantized matmul, by which the plan reckons.
+    pub operations_per_second: f64,
     /// The plan's own numbers.
     #[serde(flatten)]
     pub plan: RankPlan,
 }
 
-impl RankExplanation {
-    fn used_bytes(&self) -> u64 {
-        self.plan.weight_bytes + self.plan.kv_bytes + self.plan.activation_bytes
-    }
-}
-
 impl Explanation {
     /// Explains `plan`, which was made for `topology`.
     pub fn new(plan: &ShardPlan, topology: &Topology) -> Self {
+        let ranks = || plan.replicas.iter().flat_map(|replica| &replica.stages).flat_map(|stage| &stage.ranks);
+        let used: BTreeSet<usize> = ranks().map(|rank| rank.device).collect();
+        let unused = topology.devices.iter().enumerate().filter(|(index, _)| !used.contains(index));
         Self {
+            reason: plan.reason.clone(),
             block_size: plan.block_size,
             max_sequence_tokens: plan.max_sequence_tokens,
             max_num_sequences: plan.max_num_sequences,
             max_step_tokens: plan.max_step_tokens,
             replicas: plan.replicas.iter().map(|replica| explain_replica(plan, replica, topology)).collect(),
+            unused_devices: unused.map(|(_, device)| device.clone()).collect(),
         }
     }
 
@@ -102,124 +113,38 @@ fn explain_replica(plan: &ShardPlan, replica: &ReplicaPlan, topology: &Topology)
         .iter()
         .enumerate()
         .flat_map(|(pipeline_stage, stage)| stage.ranks.iter().map(move |rank| (pipeline_stage, stage, rank)))
-        .map(|(pipeline_stage, stage, rank)| {
-            let device = topology.devices.get(rank.device);
-            RankExplanation {
-                pipeline_stage,
-                layers: stage.layers.clone(),
-                host: device.map(|device| device.host.clone()).unwrap_or_default(),
-                device_name: device.map(|device| device.name.clone()).unwrap_or_default(),
-                memory_bytes: device.map_or(0, |device| device.memory_bytes),
-                plan: rank.clone(),
-            }
+        .filter_map(|(pipeline_stage, stage, rank)| {
+            Some(explain_rank(pipeline_stage, stage, rank, topology.devices.get(rank.device)?))
         })
         .collect();
+    let kv_tokens = replica.num_kv_blocks * plan.block_size;
     ReplicaExplanation {
         tensor_parallel_size: replica.stages.iter().map(|stage| stage.ranks.len()).max().unwrap_or(0),
         pipeline_parallel_size: replica.stages.len(),
         num_kv_blocks: replica.num_kv_blocks,
-        kv_tokens: replica.num_kv_blocks * plan.block_size,
-        decode_tokens_per_second: 1e3 / decode_ms.max(f64::MIN_POSITIVE),
-        prefill_tokens_per_second: plan.max_step_tokens as f64 * 1e3 / prefill_ms,
+        kv_tokens,
+        num_longest_sequences: kv_tokens / plan.max_sequence_tokens.max(1),
+        decode_tokens_per_second: rounded(1e3 / decode_ms.max(f64::MIN_POSITIVE)),
+        prefill_tokens_per_second: rounded(plan.max_step_tokens as f64 * 1e3 / prefill_ms),
         weight_bytes: ranks.iter().map(|rank| rank.plan.weight_bytes).sum(),
         kv_bytes: ranks.iter().map(|rank| rank.plan.kv_bytes).sum(),
         ranks,
     }
 }
 
-const HEADINGS: [&str; 15] = [
-    "rank",
-    "device",
-    "kind",
-    "layers",
-    "heads",
-    "kv heads",
-    "columns",
-    "vocabulary",
-    "weights",
-    "kv",
-    "activations",
-    "memory",
-    "decode",
-    "prefill",
-    "bound by",
-];
-
-impl fmt::Display for Explanation {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(
-            formatter,
-            "{} replica(s); sequences of up to {} tokens; steps of up to {} tokens and {} sequences; KV blocks of {} tokens",
-            self.replicas.len(),
-            self.max_sequence_tokens,
-            self.max_step_tokens,
-            self.max_num_sequences,
-            self.block_size
-        )?;
-        for (index, replica) in self.replicas.iter().enumerate() {
-            writeln!(
-                formatter,
-                "\nreplica {index}: tensor {} × pipeline {}; about {:.1} tokens/s decode (one sequence), {:.0} tokens/s \
-                 prefill; {} KV blocks ({} tokens); weights {}, KV {}",
-                replica.tensor_parallel_size,
-                replica.pipeline_parallel_size,
-                replica.decode_tokens_per_second,
-                replica.prefill_tokens_per_second,
-                replica.num_kv_blocks,
-                replica.kv_tokens,
-                size(replica.weight_bytes),
-                size(replica.kv_bytes)
-            )?;
-            let mut rows = vec![HEADINGS.map(str::to_owned)];
-            rows.extend(replica.ranks.iter().map(cells));
-            write_aligned(formatter, &rows)?;
-        }
-        Ok(())
+fn explain_rank(pipeline_stage: usize, stage: &StagePlan, rank: &RankPlan, device: &DeviceSpec) -> RankExplanation {
+    RankExplanation {
+        pipeline_stage,
+        layers: stage.layers.clone(),
+        host: device.host.clone(),
+        device_name: device.name.clone(),
+        memory_bytes: device.memory_bytes,
+        memory_bytes_per_second: device.memory_bytes_per_second,
+        operations_per_second: device.operations_per_second,
+        plan: RankPlan {
+            decode_step_ms: rounded(rank.decode_step_ms),
+            prefill_step_ms: rounded(rank.prefill_step_ms),
+            ..rank.clone()
+        },
     }
-}
-
-fn cells(rank: &RankExplanation) -> [String; 15] {
-    let span = |range: &std::ops::Range<usize>| format!("{}..{}", range.start, range.end);
-    let plan = &rank.plan;
-    let share = rank.used_bytes() as f64 / rank.memory_bytes.max(1) as f64;
-    [
-        plan.rank.to_string(),
-        format!("{}/{}", plan.worker_id, plan.local_rank),
-        rank.device_name.clone(),
-        span(&rank.layers),
-        span(&plan.query_heads),
-        span(&plan.key_value_heads),
-        span(&plan.intermediate),
-        span(&plan.vocabulary),
-        size(plan.weight_bytes),
-        size(plan.kv_bytes),
-        size(plan.activation_bytes),
-        format!("{:.0}% of {}", share * 100.0, size(rank.memory_bytes)),
-        format!("{:.3} ms", plan.decode_step_ms),
-        format!("{:.1} ms", plan.prefill_step_ms),
-        plan.bound_by.clone(),
-    ]
-}
-
-/// Columns two spaces apart, each as wide as its widest cell.
-fn write_aligned<const N: usize>(formatter: &mut fmt::Formatter<'_>, rows: &[[String; N]]) -> fmt::Result {
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let widths: [usize; N] = std::array::from_fn(width);
-    for row in rows {
-        let cells: Vec<_> = row.iter().zip(widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
-        writeln!(formatter, "{}", cells.join("  ").trim_end())?;
-    }
-    Ok(())
-}
-
-/// Bytes in binary units.
-fn size(bytes: u64) -> String {
-    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let mut value = bytes as f64;
-    let mut unit = 0;
-    while value >= 1024.0 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    if unit == 0 { format!("{bytes} B") } else { format!("{value:.1} {}", UNITS[unit]) }
 }

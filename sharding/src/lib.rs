@@ -14,7 +14,9 @@ pub mod policy;
 mod replica;
 pub mod shape;
 mod split;
+mod table;
 pub mod topology;
+mod words;
 
 #[cfg(test)]
 mod properties;
@@ -28,4 +30,5 @@ pub use plan::{RankPlan, ReplicaPlan, ShardPlan, StagePlan, TensorSlice};
 pub use planner::plan;
 pub use policy::{Parallelism, PlanOptions, Policy};
 pub use shape::{ModelShape, TensorRole, TensorShape};
-pub use topology::{DeviceSpec, LinkSpec, Topology};
+pub use topology::{DeviceSpec, LinkSpec, Topology, usable_bytes};
+pub use words::format_bytes;

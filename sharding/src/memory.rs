@@ -13,7 +13,7 @@ const ACTIVATION_ELEMENT_BYTES: u64 = 4;
 /// (f64, hence two), received activations, and quantized input (a fourth of a row) rounded up.
 const HIDDEN_ROWS: u64 = 6;
 /// What a rank needs beside weights, KV and activations: code, sockets, allocator.
-const OVERHEAD_BYTES: u64 = 16 << 20;
+pub(crate) const OVERHEAD_BYTES: u64 = 16 << 20;
 
 /// What a rank holds of the weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -54,8 +54,17 @@ impl WeightUse {
 
 /// Bytes of one KV block on a rank: keys and values of all its layers.
 pub(crate) fn kv_block_bytes(shape: &ModelShape, options: &PlanOptions, num_layers: usize, rank: &RankPlan) -> u64 {
-    let elements = options.block_size * num_layers * rank.key_value_heads.len() * shape.head_dim * 2;
-    (elements * options.kv_element_bytes) as u64
+    options.block_size as u64 * kv_token_bytes(shape, options, num_layers, rank.key_value_heads.len())
+}
+
+/// Bytes of the keys and values of one token.
+pub(crate) fn kv_token_bytes(
+    shape: &ModelShape,
+    options: &PlanOptions,
+    num_layers: usize,
+    num_key_value_heads: usize,
+) -> u64 {
+    (num_layers * num_key_value_heads * shape.head_dim * 2 * options.kv_element_bytes) as u64
 }
 
 /// Bytes set aside for activations of the largest step.

@@ -37,6 +37,7 @@ pub(crate) fn split_layers(bytes: &LayerBytes, speeds: &[f64]) -> Result<Vec<Ran
             asked: num_stages,
             possible: num_layers,
             parts: "layers".to_owned(),
+            cause: String::new(),
         });
     }
     let mut before = vec![0u64];

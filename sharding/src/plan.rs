@@ -20,6 +20,8 @@ pub struct ShardPlan {
     pub max_num_sequences: usize,
     /// Most tokens in one step (prefill chunks and decodes together).
     pub max_step_tokens: usize,
+    /// Why this plan, in words.
+    pub reason: String,
     /// Full copies of the model.
     pub replicas: Vec<ReplicaPlan>,
 }

@@ -30,6 +30,10 @@ pub struct Policy {
     pub replicas: Option<usize>,
 }
 
+/// What is understood, in words.
+const FORMS: &str =
+    "expected auto, tensor=N, pipeline=N or hybrid=TPxPP, each optionally with ,replicas=N; or replicas=N";
+
 impl Policy {
     /// The planner chooses.
     pub const AUTO: Self = Self { parallelism: Parallelism::Auto, replicas: None };
@@ -39,8 +43,12 @@ impl FromStr for Policy {
     type Err = PlanError;
 
     fn from_str(text: &str) -> Result<Self, PlanError> {
-        let error = || PlanError::Policy { text: text.to_owned() };
-        let number = |text: &str| text.trim().parse().ok().filter(|&number: &usize| number > 0).ok_or_else(error);
+        let error = || PlanError::Policy { text: text.to_owned(), problem: FORMS };
+        let number = |number: &str| match number.trim().parse::<usize>() {
+            Ok(0) => Err(PlanError::Policy { text: text.to_owned(), problem: "N is at least 1" }),
+            Ok(number) => Ok(number),
+            Err(_) => Err(error()),
+        };
         let mut parallelism = None;
         let mut replicas = None;
         for term in text.split(',') {
@@ -106,7 +114,8 @@ pub struct PlanOptions {
     pub max_step_tokens: usize,
     /// Bytes of one element of the KV cache (2: f16).
     pub kv_element_bytes: usize,
-    /// KV blocks of a replica; `None`: what `max_num_sequences` average sequences need, bounded by memory.
+    /// KV blocks of a replica; `None`: what memory has room for (of a host's memory half, as others use it too), but no
+    /// more than `max_num_sequences` of the longest sequences need.
     pub num_kv_blocks: Option<usize>,
 }
 
@@ -134,10 +143,12 @@ mod tests {
         }
         assert_eq!("replicas=2".parse::<Policy>().unwrap().to_string(), "auto,replicas=2");
         assert_eq!("hybrid=2x1".parse::<Policy>().unwrap().to_string(), "tensor=2");
+        let message = "tensor=0".parse::<Policy>().unwrap_err().to_string();
+        assert_eq!(message, "sharding policy \"tensor=0\": N is at least 1");
         for text in [
             "",
             "tensor",
-            "tensor=0",
+            "hybrid=2x0",
             "tensor=-1",
             "hybrid=2",
             "tensor=2,pipeline=2",

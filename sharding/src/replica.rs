@@ -2,20 +2,18 @@
 //! Invariant: a replica that is returned fits: every rank's weights, KV blocks and activations are within its device.
 
 use crate::{
-    ModelShape, PlanError, PlanOptions, RankPlan, ReplicaPlan, StagePlan, Topology,
-    cost::{self, Batch, StepTime},
-    memory::{WeightUse, activation_bytes, kv_block_bytes},
+    ModelShape, PlanError, PlanOptions, RankPlan, ReplicaPlan, StagePlan, TensorShape, Topology,
+    cost::{self, Batch, StageLinks, StepTime},
+    memory::{OVERHEAD_BYTES, WeightUse, activation_bytes, kv_block_bytes, kv_token_bytes},
     pipeline::{LayerBytes, split_layers},
     plan::StagePosition,
     split::split,
 };
 
 /// Devices of one speed class are taken for equal: measured speeds scatter, and an even cut is worth more than the scatter.
-const SAME_SPEED_RATIO: f64 = 1.25;
+pub(crate) const SAME_SPEED_RATIO: f64 = 1.25;
 /// Tries to move work away from devices that are too small.
 const MAX_ROUNDS: usize = 48;
-/// Tokens of the average sequence, by which the default number of KV blocks is reckoned.
-const AVERAGE_SEQUENCE_TOKENS: usize = 512;
 /// Default plans keep at least a sequence of so many tokens.
 const LEAST_SEQUENCE_TOKENS: usize = 512;
 
@@ -32,14 +30,18 @@ pub(crate) struct Replica {
     pub plan: ReplicaPlan,
     /// Seconds of a decode step of one sequence.
     pub decode_seconds: f64,
-    /// Tokens per second when all batches in flight are full.
+    /// Tokens per second when all batches in flight are as full as the limits and the KV blocks allow.
     pub full_tokens_per_second: f64,
 }
 
-/// Blocks wanted, and blocks without which the plan is refused.
+/// Numbers of KV blocks that decide how many a replica gets.
 #[derive(Clone, Copy)]
 struct BlockRange {
+    /// More are of no use.
     wanted: usize,
+    /// So many hold the longest sequence; memory of the host is spared only beyond.
+    of_longest: usize,
+    /// With fewer the plan is refused.
     least: usize,
 }
 
@@ -94,13 +96,15 @@ impl Problem<'_> {
         let options = self.options;
         let blocks_of = |tokens: usize| tokens.div_ceil(options.block_size);
         let longest = options.max_sequence_tokens.unwrap_or(self.shape.max_position_embeddings);
-        let average = options.max_num_sequences.saturating_mul(blocks_of(AVERAGE_SEQUENCE_TOKENS.min(longest)));
+        let of_longest = blocks_of(longest);
+        // Slots are numbered in 32 bits.
+        let most = options.max_num_sequences.saturating_mul(of_longest).min(u32::MAX as usize / options.block_size);
         let least = match (options.num_kv_blocks, options.max_sequence_tokens) {
             (Some(asked), _) => asked,
             (None, Some(tokens)) => blocks_of(tokens),
             (None, None) => blocks_of(longest.min(LEAST_SEQUENCE_TOKENS)),
         };
-        BlockRange { wanted: options.num_kv_blocks.unwrap_or(average.max(blocks_of(longest))), least }
+        BlockRange { wanted: options.num_kv_blocks.unwrap_or(most.max(least)), of_longest, least }
     }
 
     /// The cut by shares, without memory and times.
@@ -139,6 +143,7 @@ impl Problem<'_> {
     /// Fills in bytes and the number of KV blocks.
     fn fit(&self, plan: &mut ReplicaPlan, blocks: BlockRange) -> Result<(), Overfull> {
         let num_stages = plan.stages.len();
+        let num_ranks = plan.world_size() as u64;
         let mut num_blocks = blocks.wanted;
         let mut overfull = Vec::new();
         let mut worst: Option<(f64, PlanError)> = None;
@@ -152,7 +157,8 @@ impl Problem<'_> {
                 let fixed = rank.weight_bytes + rank.activation_bytes;
                 let possible = device.memory_bytes.saturating_sub(fixed) / block_bytes;
                 let possible = usize::try_from(possible).unwrap_or(usize::MAX);
-                num_blocks = num_blocks.min(possible);
+                let spared = if device.has_host_memory() { possible / 2 } else { 0 };
+                num_blocks = num_blocks.min(possible.min((possible - spared).max(blocks.of_longest).max(blocks.least)));
                 if possible >= blocks.least {
                     continue;
                 }
@@ -161,7 +167,7 @@ impl Problem<'_> {
                     / (rank.weight_bytes + kv_bytes).max(1) as f64;
                 overfull.push((stage_index, index, ratio));
                 let error = PlanError::Memory {
-                    device: format!("{} device {} ({})", device.worker_id, device.local_rank, device.name),
+                    device: format!("{} ({})", device.label(), device.name),
                     available_bytes: device.memory_bytes,
                     required_bytes: fixed + kv_bytes,
                     weight_bytes: rank.weight_bytes,
@@ -169,6 +175,7 @@ impl Problem<'_> {
                     kv_bytes,
                     sequence_tokens: blocks.least * self.options.block_size,
                     activation_bytes: rank.activation_bytes,
+                    min_devices: self.min_devices(device.memory_bytes, blocks.least, num_ranks),
                 };
                 if worst.as_ref().is_none_or(|(least, _)| ratio < *least) {
                     worst = Some((ratio, error));
@@ -188,6 +195,17 @@ impl Problem<'_> {
         Ok(())
     }
 
+    /// Devices of `memory_bytes` that the model takes at the least, whatever the cut, if they are more than `num_ranks`.
+    fn min_devices(&self, memory_bytes: u64, num_blocks: usize, num_ranks: u64) -> Option<u64> {
+        let tokens = (num_blocks * self.options.block_size) as u64;
+        let heads = self.shape.num_key_value_heads;
+        let token_bytes = kv_token_bytes(self.shape, self.options, self.shape.num_hidden_layers, heads);
+        let kv_bytes = tokens.saturating_mul(token_bytes);
+        let weight_bytes: u64 = self.shape.tensors.iter().map(TensorShape::bytes).sum();
+        let each = memory_bytes.checked_sub(OVERHEAD_BYTES).filter(|&bytes| bytes > 0)?;
+        Some(weight_bytes.saturating_add(kv_bytes).div_ceil(each)).filter(|&number| number > num_ranks)
+    }
+
     /// Fills in times and reasons.
     fn estimate(
         &self,
@@ -198,19 +216,28 @@ impl Problem<'_> {
         let num_stages = stages.len();
         let single = cost::decode_batch(1);
         // As many batches are in flight as there are stages, and they share the sequences.
-        let batch_sequences = self.options.max_num_sequences.div_ceil(num_stages).max(1);
+        let kv_sequences = plan.num_kv_blocks * self.options.block_size / cost::CONTEXT_TOKENS;
+        let batch_sequences = self.options.max_num_sequences.min(kv_sequences).div_ceil(num_stages).max(1);
         let (mut decode_seconds, mut slowest) = (0.0, f64::MIN_POSITIVE);
         for (stage_index, stage) in plan.stages.iter_mut().enumerate() {
             let position = position(stage, stage_index, num_stages);
-            let ways = Ways { group: &stages[stage_index], next: stages.get(stage_index + 1).map(Vec::as_slice) };
+            let group = &stages[stage_index];
+            let next = stages.get(stage_index + 1).map(|next| self.topology.link(&[group[0], next[0]]));
+            let links = StageLinks {
+                num_layers: stage.layers.len(),
+                is_first: position.is_first,
+                group_size: group.len(),
+                group: self.topology.link(group),
+                next,
+            };
             let (mut stage_single, mut stage_full): (f64, f64) = (0.0, 0.0);
             for (index, rank) in stage.ranks.iter_mut().enumerate() {
-                let decode = self.step_time(&position, &ways, rank, single);
-                let full = self.step_time(&position, &ways, rank, cost::decode_batch(batch_sequences));
-                let prefill = self.step_time(&position, &ways, rank, cost::prefill_batch(self.options));
+                let decode = self.step_time(&position, &links, rank, single);
+                let full = self.step_time(&position, &links, rank, cost::decode_batch(batch_sequences));
+                let prefill = self.step_time(&position, &links, rank, cost::prefill_batch(self.options));
                 rank.decode_step_ms = decode.total() * 1e3;
                 rank.prefill_step_ms = prefill.total() * 1e3;
-                rank.bound_by = self.reason(&ways, rank, is_bounded(stage_index, index), &decode);
+                rank.bound_by = self.reason(group, rank, is_bounded(stage_index, index), &decode);
                 stage_single = stage_single.max(decode.total());
                 stage_full = stage_full.max(full.total());
             }
@@ -220,41 +247,33 @@ impl Problem<'_> {
         Replica { plan, decode_seconds, full_tokens_per_second: batch_sequences as f64 / slowest }
     }
 
-    fn step_time(&self, position: &StagePosition, ways: &Ways<'_>, rank: &RankPlan, batch: Batch) -> StepTime {
+    fn step_time(&self, position: &StagePosition, links: &StageLinks, rank: &RankPlan, batch: Batch) -> StepTime {
         let weights = WeightUse::of(self.shape, position, rank);
         let num_layers = position.layers.len();
-        let kv_token_bytes =
-            kv_block_bytes(self.shape, self.options, num_layers, rank) / self.options.block_size as u64;
+        let kv_bytes = kv_token_bytes(self.shape, self.options, num_layers, rank.key_value_heads.len());
         let device = &self.topology.devices[rank.device];
-        let stage = (num_layers, position.is_first);
         StepTime {
-            communication: cost::communication_time(self.shape, self.topology, ways.group, ways.next, stage, batch),
-            ..cost::device_time(device, &weights, kv_token_bytes, batch)
+            communication: cost::communication_time(self.shape, links, batch),
+            ..cost::device_time(device, &weights, (num_layers, kv_bytes), batch)
         }
     }
 
     /// What decided the rank's share, and what its step waits for.
-    fn reason(&self, ways: &Ways<'_>, rank: &RankPlan, is_memory: bool, decode: &StepTime) -> String {
+    fn reason(&self, group: &[usize], rank: &RankPlan, is_memory: bool, decode: &StepTime) -> String {
         let num_heads = self.shape.num_attention_heads;
         let speed = |&device: &usize| self.topology.devices[device].memory_bytes_per_second;
-        let fastest = ways.group.iter().map(speed).fold(0.0, f64::max);
+        let fastest = group.iter().map(speed).fold(0.0, f64::max);
         let share = if is_memory {
             "device memory".to_owned()
         } else if speed(&rank.device) * SAME_SPEED_RATIO < fastest {
             format!("device speed ({:.2} of the fastest)", speed(&rank.device) / fastest)
-        } else if !num_heads.is_multiple_of(ways.group.len()) {
-            format!("whole heads ({num_heads} over {} ranks)", ways.group.len())
+        } else if !num_heads.is_multiple_of(group.len()) {
+            format!("whole heads ({num_heads} over {} ranks)", group.len())
         } else {
             "even share".to_owned()
         };
         format!("{share}; step: {}", decode.dominant())
     }
-}
-
-/// Whom a stage talks to.
-struct Ways<'a> {
-    group: &'a [usize],
-    next: Option<&'a [usize]>,
 }
 
 fn position(stage: &StagePlan, index: usize, num_stages: usize) -> StagePosition {

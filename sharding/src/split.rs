@@ -37,7 +37,7 @@ impl Granules {
     /// For a group of `degree` ranks.
     pub fn of(shape: &ModelShape, degree: usize) -> Self {
         let by_sum = Self::on_borders(shape, GgmlType::sum_columns);
-        if by_sum.max_degree(shape).0 >= degree { by_sum } else { Self::on_borders(shape, GgmlType::block_elements) }
+        if by_sum.max_degree(shape) >= degree { by_sum } else { Self::on_borders(shape, GgmlType::block_elements) }
     }
 
     fn on_borders(shape: &ModelShape, border: fn(GgmlType) -> usize) -> Self {
@@ -52,16 +52,45 @@ impl Granules {
         }
     }
 
-    /// The largest tensor-parallel degree of `shape`, and what bounds it in words.
-    pub fn max_degree(&self, shape: &ModelShape) -> (usize, String) {
+    /// The largest tensor-parallel degree of `shape`.
+    pub fn max_degree(&self, shape: &ModelShape) -> usize {
         let heads = shape.num_attention_heads.div_ceil(self.heads);
-        let columns = shape.intermediate_size.div_ceil(self.intermediate);
-        if heads <= columns {
-            let each = if self.heads == 1 { String::new() } else { format!(" in groups of {}", self.heads) };
-            (heads, format!("parts of {} query heads{each}", shape.num_attention_heads))
-        } else {
-            (columns, format!("parts of {} intermediate columns, {} each", shape.intermediate_size, self.intermediate))
+        heads.min(shape.intermediate_size.div_ceil(self.intermediate))
+    }
+
+    /// Accepts a tensor-parallel degree that `shape` can be cut into.
+    ///
+    /// # Errors
+    /// [`PlanError::Degree`] saying what bounds it and what would work.
+    pub fn check(&self, shape: &ModelShape, asked: usize) -> Result<(), PlanError> {
+        let possible = self.max_degree(shape);
+        if asked <= possible {
+            return Ok(());
         }
+        let noun = if possible == 1 { "part" } else { "parts" };
+        let is_heads = possible == shape.num_attention_heads.div_ceil(self.heads);
+        let (parts, role) = if is_heads {
+            let each = if self.heads == 1 { String::new() } else { format!(" in groups of {}", self.heads) };
+            (format!("{noun} of {} query heads{each}", shape.num_attention_heads), TensorRole::AttentionOutput)
+        } else {
+            let columns = format!("{} intermediate columns, {} each", shape.intermediate_size, self.intermediate);
+            (format!("{noun} of {columns}"), TensorRole::Down)
+        };
+        let types = shape.tensors.iter().filter(|tensor| tensor.role == role).map(|tensor| tensor.ggml_type);
+        let widest = types.max_by_key(|ggml_type| ggml_type.block_elements());
+        let cause =
+            widest.filter(|ggml_type| ggml_type.block_elements() > ALIGNMENT).map_or_else(String::new, |wide| {
+                let columns = wide.block_elements();
+                let span = if is_heads && self.heads > 1 {
+                    format!(" spans {} heads of head_dim {}", self.heads, shape.head_dim)
+                } else {
+                    " cannot be cut".to_owned()
+                };
+                format!(
+                    ": a {wide} block of {columns} columns{span}; pipeline=N or a type with blocks of 32 would work"
+                )
+            });
+        Err(PlanError::Degree { degree: "tensor_parallel_size", asked, possible, parts, cause })
     }
 }
 
@@ -71,10 +100,7 @@ impl Granules {
 /// [`PlanError::Degree`] if there are more ranks than parts.
 pub(crate) fn split(shape: &ModelShape, shares: &[f64]) -> Result<Vec<TensorShare>, PlanError> {
     let granules = Granules::of(shape, shares.len());
-    let (possible, parts) = granules.max_degree(shape);
-    if shares.len() > possible {
-        return Err(PlanError::Degree { degree: "tensor_parallel_size", asked: shares.len(), possible, parts });
-    }
+    granules.check(shape, shares.len())?;
     let heads = split_heads(shape, granules.heads, shares);
     let intermediate = proportional(shape.intermediate_size, granules.intermediate, shares);
     let vocabulary_granule =

@@ -98,6 +98,7 @@ fn too_many_ranks_are_refused_with_numbers() {
     assert!(plan_of(&model, "8*cpu", "tensor=4").is_ok());
     let message = plan_of(&model, "8*cpu", "tensor=5").unwrap_err().to_string();
     assert!(message.contains("4 parts of 16 query heads in groups of 4"), "{message}");
+    assert!(message.contains("a Q4_K block of 256 columns spans 4 heads of head_dim 64; pipeline=N"), "{message}");
 }
 
 fn cluster(memories_bytes: &[u64], speeds: &[f64]) -> Topology {
@@ -141,6 +142,9 @@ fn a_plan_that_does_not_fit_is_refused_with_numbers() {
     let options = PlanOptions { max_sequence_tokens: Some(8192), ..PlanOptions::default() };
     let small = cluster(&[150 << 20], &[40e9]);
     let error = plan(&smollm2(), &small, &"tensor=1".parse().unwrap(), &options).unwrap_err();
+    let message = error.to_string();
+    assert!(message.starts_with("device host-0/0 (cpu) has 150.0 MiB to use, its part needs "), "{message}");
+    assert!(message.ends_with("; the model needs at least 3 such devices"), "{message}");
     let PlanError::Memory { available_bytes, required_bytes, num_kv_blocks, .. } = error else { panic!("{error}") };
     assert_eq!((available_bytes, num_kv_blocks), (150 << 20, 256));
     assert!(required_bytes > available_bytes);
@@ -166,6 +170,75 @@ fn a_cluster_that_does_not_exist_is_planned() {
     let spread = plan_of(&model, "8*h200@a,8*h200@b", "hybrid=8x2").unwrap();
     assert_eq!(spread.replicas.len(), 1);
     assert_eq!(spread.replicas[0].stages[1].ranks[0].worker_id, "b");
-    println!("{}", Explanation::new(&plan, &hosts));
-    println!("{}", Explanation::new(&spread, &hosts));
+}
+
+fn llama_8b() -> ModelShape {
+    shape((4096, 14_336, 32), (32, 8, 128), 128_256, GgmlType::Q4_K, false)
+}
+
+#[test]
+fn auto_leaves_out_devices_that_make_it_worse() {
+    let fast_alone = plan_of(&llama_8b(), "8*h200@a", "auto").unwrap();
+    for devices in ["8*h200@a,4*cpu@a", "8*h200@a,1*cpu@b", "cpu@b,8*h200@a"] {
+        let topology = Topology::parse_devices(devices).unwrap();
+        let plan = plan_of(&llama_8b(), devices, "auto").unwrap();
+        assert_eq!(plan.replicas.len(), fast_alone.replicas.len(), "{devices}");
+        let explanation = Explanation::new(&plan, &topology);
+        assert!(explanation.unused_devices.iter().all(|device| device.name == "cpu"), "{devices}");
+        assert_eq!(explanation.unused_devices.len(), topology.devices.len() - 8);
+        let text = explanation.to_string();
+        assert!(text.contains("\nunused: ") && text.contains(" (cpu)\n"), "{text}");
+        assert!(text.contains("then comes") && text.contains("left out, as no cut with slower ones"), "{text}");
+    }
+    // Slow devices that are equals of each other are all used, and so are those that a fixed policy asks for.
+    assert_eq!(
+        plan_of(&smollm2(), "4*cpu", "auto").unwrap().replicas.iter().map(ReplicaPlan::world_size).sum::<usize>(),
+        4
+    );
+    assert_eq!(plan_of(&llama_8b(), "cpu@a,h200@b", "tensor=1").unwrap().replicas.len(), 2);
+    let one = plan_of(&llama_8b(), "cpu@a,h200@b", "tensor=1,replicas=1").unwrap();
+    assert_eq!(one.replicas[0].stages[0].ranks[0].worker_id, "b");
+    assert_eq!(one.reason, "asked for: tensor=1,replicas=1");
+}
+
+#[test]
+fn kv_blocks_take_the_memory_that_is_free() {
+    let long = ModelShape { max_position_embeddings: 131_072, ..llama_8b() };
+    let plan = plan_of(&long, "h200", "auto").unwrap();
+    let rank = &plan.replicas[0].stages[0].ranks[0];
+    let device = &Topology::parse_devices("h200").unwrap().devices[0];
+    let used = rank.weight_bytes + rank.kv_bytes + rank.activation_bytes;
+    let block_bytes = rank.kv_bytes / plan.replicas[0].num_kv_blocks as u64;
+    assert!((used..used + block_bytes).contains(&device.memory_bytes), "{used} of {}", device.memory_bytes);
+    // No more than the sequences of a step can fill.
+    let small = plan_of(&smollm2(), "h200", "auto").unwrap();
+    assert_eq!(small.replicas[0].num_kv_blocks, 64 * 8192 / 32);
+    // A host's memory is spared, but not at the price of the longest sequence.
+    let share = |tokens: usize| {
+        let model = ModelShape { max_position_embeddings: tokens, ..llama_8b() };
+        let plan = plan_of(&model, "cpu", "auto").unwrap();
+        let rank = &plan.replicas[0].stages[0].ranks[0];
+        let free =
+            Topology::parse_devices("cpu").unwrap().devices[0].memory_bytes - rank.weight_bytes - rank.activation_bytes;
+        rank.kv_bytes as f64 / free as f64
+    };
+    assert!((0.49..=0.5).contains(&share(8192)), "{}", share(8192));
+    assert!(share(131_072) > 0.99);
+}
+
+#[test]
+fn identical_replicas_share_a_table_and_estimates_are_rounded() {
+    let topology = Topology::parse_devices("8*h200@a").unwrap();
+    let plan = plan(&smollm2(), &topology, &"tensor=2".parse().unwrap(), &PlanOptions::default()).unwrap();
+    let explanation = Explanation::new(&plan, &topology);
+    let text = explanation.to_string();
+    assert!(text.starts_with("4 replicas; sequences of up to 8192 tokens;"), "{text}");
+    assert!(text.contains("\nreplicas 0-3, identical, each: tensor 2 × pipeline 1;"), "{text}");
+    assert!(text.contains("room for 524288 tokens or 64 sequences of full length (8192)"), "{text}");
+    assert!(text.contains("\ndevices: a/0-1; a/2-3; a/4-5; a/6-7\n"), "{text}");
+    assert!(text.contains("reckoned with: h200 4500 GB/s, 600 TFLOP/s (a coordinator"), "{text}");
+    assert_eq!(text.matches("kv heads").count(), 1);
+    // Launches bound a small model on a fast device.
+    let rate = explanation.replicas[0].decode_tokens_per_second;
+    assert!((500.0..3000.0).contains(&rate) && rate.to_string().len() <= 4, "{rate}");
 }

@@ -2,17 +2,7 @@
 //! For: built from worker registrations, from `--devices`, or from a topology file of a cluster that does not exist.
 //! Not here: reading the file, measuring a device.
 //!
-//! A topology file:
-//!
-//! ```toml
-//! [[hosts]]
-//! name = "a"
-//! devices = [{ kind = "h200", count = 8 }, { kind = "cpu", memory_bytes = 64_000_000_000 }]
-//!
-//! [inter_host]                    # links are optional: by default those of the slowest kind of device
-//! latency_seconds = 20e-6
-//! bytes_per_second = 25e9
-//! ```
+//! The form of a topology file is described in `docs/topology.md`.
 
 use serde::{Deserialize, Serialize};
 
@@ -24,10 +14,10 @@ use crate::PlanError;
 pub struct Topology {
     /// Devices; a plan refers to them by their index here.
     pub devices: Vec<DeviceSpec>,
-    /// Links between two devices of one host.
-    pub intra_host: LinkSpec,
-    /// Links between hosts.
-    pub inter_host: LinkSpec,
+    /// Links between two devices of one host; `None`: those of the slowest kind of device that takes part.
+    pub intra_host: Option<LinkSpec>,
+    /// Links between hosts; `None`: likewise.
+    pub inter_host: Option<LinkSpec>,
 }
 
 /// One device that can hold a rank.
@@ -40,7 +30,7 @@ pub struct DeviceSpec {
     pub local_rank: usize,
     /// Host name; ranks of one tensor-parallel group prefer one host.
     pub host: String,
-    /// Kind and model, such as `cpu` or `cuda NVIDIA H200`.
+    /// Kind and model, such as `cpu AMD EPYC` or `cuda NVIDIA H200`.
     pub name: String,
     /// Memory that weights, KV blocks and activations may use.
     pub memory_bytes: u64,
@@ -48,6 +38,23 @@ pub struct DeviceSpec {
     pub memory_bytes_per_second: f64,
     /// Sustained multiply-add rate in quantized matmul, in floating-point operations (two per multiply-add).
     pub operations_per_second: f64,
+}
+
+impl DeviceSpec {
+    /// Worker and index, as people write it: `a/0`.
+    pub fn label(&self) -> String {
+        format!("{}/{}", self.worker_id, self.local_rank)
+    }
+
+    /// Whether its memory is that of the host, which others use too.
+    pub(crate) fn has_host_memory(&self) -> bool {
+        self.name.starts_with("cpu")
+    }
+}
+
+/// The part of a device's free memory that a plan may use; a tenth is left to the rest of the machine.
+pub fn usable_bytes(free_bytes: u64) -> u64 {
+    free_bytes / 10 * 9
 }
 
 /// Cost of moving a message.
@@ -60,8 +67,8 @@ pub struct LinkSpec {
     pub bytes_per_second: f64,
 }
 
-/// A device that is known by name. Rates are sustained ones, about nine tenths of the data sheet's bandwidth and what
-/// quantized matmul reaches of its arithmetic.
+/// A device that is known by name. Memory is that of an idle device; rates are sustained ones, about nine tenths of the
+/// data sheet's bandwidth and what quantized matmul reaches of its arithmetic.
 struct Kind {
     name: &'static str,
     memory_bytes: f64,
@@ -78,13 +85,13 @@ const FABRIC: LinkSpec = LinkSpec { latency_seconds: 25e-6, bytes_per_second: 20
 const ETHERNET: LinkSpec = LinkSpec { latency_seconds: 50e-6, bytes_per_second: 1.1e9 };
 
 const KINDS: [Kind; 7] = [
-    kind("h200", 130e9, 4.5e12, 600e12, NVLINK, FABRIC),
-    kind("h100", 74e9, 3.0e12, 600e12, NVLINK, FABRIC),
-    kind("a100-80g", 74e9, 1.8e12, 220e12, NVLINK, FABRIC),
-    kind("l40s", 44e9, 0.78e12, 250e12, PCIE, FABRIC),
-    kind("rtx4090", 22e9, 0.92e12, 250e12, PCIE, ETHERNET),
-    kind("m2-ultra", 140e9, 0.7e12, 25e12, PCIE, ETHERNET),
-    kind("cpu", 14e9, 20e9, 0.4e12, LOOPBACK, ETHERNET),
+    kind("h200", 150e9, 4.5e12, 600e12, NVLINK, FABRIC),
+    kind("h100", 85e9, 3.0e12, 600e12, NVLINK, FABRIC),
+    kind("a100-80g", 85e9, 1.8e12, 220e12, NVLINK, FABRIC),
+    kind("l40s", 48e9, 0.78e12, 250e12, PCIE, FABRIC),
+    kind("rtx4090", 25e9, 0.92e12, 250e12, PCIE, ETHERNET),
+    kind("m2-ultra", 155e9, 0.7e12, 25e12, PCIE, ETHERNET),
+    kind("cpu", 16e9, 20e9, 0.4e12, LOOPBACK, ETHERNET),
 ];
 
 const fn kind(
@@ -133,7 +140,7 @@ fn one() -> usize {
 
 impl Topology {
     /// The cluster that a short text describes: `8*h200@a, 8*h200@b` or `2*cpu`. Parts without `@host` are a host each.
-    /// Kinds: h200, h100, a100-80g, l40s, rtx4090, m2-ultra, cpu.
+    /// The kinds are [`Self::kinds`].
     ///
     /// # Errors
     /// [`PlanError::Topology`] naming the part that is not understood.
@@ -162,7 +169,12 @@ impl Topology {
         Self::build(TopologyFile { hosts, intra_host: None, inter_host: None })
     }
 
-    /// The cluster that a topology file describes; see the head of this file.
+    /// Names of the kinds of devices that descriptions may use.
+    pub fn kinds() -> impl Iterator<Item = &'static str> {
+        KINDS.iter().map(|kind| kind.name)
+    }
+
+    /// The cluster that a topology file describes.
     ///
     /// # Errors
     /// [`PlanError::Topology`] naming the field.
@@ -171,15 +183,18 @@ impl Topology {
         Self::build(file)
     }
 
-    /// The links that fit devices of these names where none are known: the slowest kind's.
-    pub fn default_links<'a>(names: impl Iterator<Item = &'a str>) -> (LinkSpec, LinkSpec) {
-        let slowest = names
-            .map(|name| {
-                KINDS.iter().rposition(|kind| name.to_lowercase().contains(kind.name)).unwrap_or(KINDS.len() - 1)
-            })
-            .max()
-            .unwrap_or(KINDS.len() - 1);
-        (KINDS[slowest].intra_host, KINDS[slowest].inter_host)
+    /// The link that holds up a group of `devices`.
+    pub(crate) fn link(&self, devices: &[usize]) -> LinkSpec {
+        let specs = || devices.iter().filter_map(|&device| self.devices.get(device));
+        let is_one_host = specs().zip(specs().skip(1)).all(|(one, next)| one.host == next.host);
+        let stated = if is_one_host { self.intra_host } else { self.inter_host };
+        stated.unwrap_or_else(|| {
+            // A kind's name is part of the name that a worker reports: `cuda NVIDIA H200`.
+            let kind = |name: &str| KINDS.iter().rposition(|kind| name.to_lowercase().contains(kind.name));
+            let slowest = specs().map(|spec| kind(&spec.name).unwrap_or(KINDS.len() - 1)).max();
+            let kind = &KINDS[slowest.unwrap_or(KINDS.len() - 1)];
+            if is_one_host { kind.intra_host } else { kind.inter_host }
+        })
     }
 
     fn build(file: TopologyFile) -> Result<Self, PlanError> {
@@ -188,7 +203,7 @@ impl Topology {
             let mut local_rank = 0;
             for entry in &host.devices {
                 let known = KINDS.iter().find(|known| known.name == entry.kind).ok_or_else(|| {
-                    let names = KINDS.map(|kind| kind.name).join(", ");
+                    let names = Self::kinds().collect::<Vec<_>>().join(", ");
                     topology_error("kind", format!("{:?} is none of {names}", entry.kind))
                 })?;
                 if entry.count == 0 || entry.count > MAX_DEVICES - devices.len() {
@@ -201,7 +216,7 @@ impl Topology {
                         local_rank,
                         host: host.name.clone(),
                         name: entry.kind.clone(),
-                        memory_bytes: entry.memory_bytes.unwrap_or(known.memory_bytes as u64),
+                        memory_bytes: entry.memory_bytes.unwrap_or(usable_bytes(known.memory_bytes as u64)),
                         memory_bytes_per_second: entry.memory_bytes_per_second.unwrap_or(known.memory_bytes_per_second),
                         operations_per_second: entry.operations_per_second.unwrap_or(known.operations_per_second),
                     });
@@ -209,12 +224,7 @@ impl Topology {
                 }
             }
         }
-        let (intra_host, inter_host) = Self::default_links(devices.iter().map(|device| device.name.as_str()));
-        let topology = Self {
-            devices,
-            intra_host: file.intra_host.unwrap_or(intra_host),
-            inter_host: file.inter_host.unwrap_or(inter_host),
-        };
+        let topology = Self { devices, intra_host: file.intra_host, inter_host: file.inter_host };
         topology.check()?;
         Ok(topology)
     }
@@ -232,11 +242,12 @@ impl Topology {
             return Err(topology_error("devices", "the cluster has none"));
         }
         for device in &self.devices {
-            let at = format!("{} device {}", device.worker_id, device.local_rank);
+            let at = format!("device {}", device.label());
             positive(format!("{at}: memory_bytes_per_second"), device.memory_bytes_per_second)?;
             positive(format!("{at}: operations_per_second"), device.operations_per_second)?;
         }
         for (name, link) in [("intra_host", &self.intra_host), ("inter_host", &self.inter_host)] {
+            let Some(link) = link else { continue };
             positive(format!("{name}: bytes_per_second"), link.bytes_per_second)?;
             positive(format!("{name}: latency_seconds"), link.latency_seconds)?;
         }
@@ -258,11 +269,22 @@ mod tests {
         assert_eq!(topology.devices.len(), 17);
         assert_eq!(topology.devices[15].host, "b");
         assert_eq!(topology.devices[15].local_rank, 7);
-        assert_eq!(topology.intra_host, LOOPBACK);
-        let file = "[[hosts]]\nname = \"a\"\ndevices = [{ kind = \"h200\", count = 8 }]\n\
-                    [inter_host]\nlatency_seconds = 2e-5\nbytes_per_second = 25e9\n";
-        let topology = Topology::from_toml(file).unwrap();
-        assert_eq!((topology.devices.len(), topology.intra_host), (8, NVLINK));
+        // A slow device slows only the links that it takes part in.
+        assert_eq!((topology.link(&[0, 1]), topology.link(&[7, 8])), (NVLINK, FABRIC));
+        assert_eq!(topology.link(&[15, 16]), ETHERNET);
+    }
+
+    #[test]
+    fn the_documented_file_is_read() {
+        let document = include_str!("../../docs/topology.md");
+        let sample = document.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
+        let topology = Topology::from_toml(sample).unwrap();
+        assert_eq!((topology.devices.len(), topology.devices[15].label()), (16, "b/7".to_owned()));
+        assert_eq!(topology.link(&[0, 7]), NVLINK);
+        assert_eq!(topology.link(&[0, 8]), LinkSpec { latency_seconds: 20e-6, bytes_per_second: 25e9 });
+        for kind in Topology::kinds() {
+            assert!(document.contains(&format!("| `{kind}` |")), "{kind} is not documented");
+        }
     }
 
     #[test]

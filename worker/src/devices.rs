@@ -6,6 +6,7 @@
 use std::{fmt, path::PathBuf, str::FromStr};
 
 use lockstep_kernels::{Device, KernelError, cpu::CpuDevice, device::DeviceInfo};
+use lockstep_sharding::usable_bytes;
 
 use crate::{WorkerError, config::threads_per_device};
 
@@ -143,7 +144,7 @@ impl LocalDevices {
     /// machine. `None`: each device has memory of its own.
     pub fn shared_memory_bytes(&self, info: &DeviceInfo) -> Option<u64> {
         let is_shared = self.devices.contains(&LocalDevice::Cpu);
-        is_shared.then_some(info.memory_bytes / 10 * 9)
+        is_shared.then(|| usable_bytes(info.memory_bytes))
     }
 
     /// Why these.

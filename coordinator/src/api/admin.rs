@@ -60,8 +60,8 @@ impl v1::admin_server::Admin for AdminService {
             model: model.spec.name.clone(),
             problem: model.explain().detail,
         })?;
-        let plan_json = serde_json::to_string_pretty(plan.as_ref())
-            .map_err(|error| RequestError::Internal(format!("the plan cannot be shown: {error}")))?;
+        let plan_json =
+            plan.to_json().map_err(|error| RequestError::Internal(format!("the plan cannot be shown: {error}")))?;
         Ok(Response::new(v1::GetPlanResponse { plan_epoch: model.plan_epoch, plan_json }))
     }
 

@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use lockstep_sharding::{PlanError, Policy, ShardPlan};
+use lockstep_sharding::{Explanation, PlanError, Policy};
 use tokio::{sync::oneshot, time::Instant};
 
 use crate::{
@@ -36,8 +36,8 @@ pub struct ModelState {
     pub description: Option<Arc<ModelDescription>>,
     /// A describe or plan task is under way.
     pub is_busy: bool,
-    /// The newest plan.
-    pub plan: Option<Arc<ShardPlan>>,
+    /// The newest plan, explained.
+    pub plan: Option<Arc<Explanation>>,
     /// Its epoch.
     pub plan_epoch: u64,
     /// Every replica, broken ones until the next plan.

@@ -12,7 +12,7 @@ use std::{
 
 use futures::FutureExt;
 use lockstep_proto::v1;
-use lockstep_sharding::{PlanError, ShardPlan};
+use lockstep_sharding::{Explanation, PlanError, ShardPlan};
 use rand::RngCore;
 use tokio::{
     sync::{mpsc, oneshot, watch},
@@ -43,7 +43,7 @@ const SECRET_BYTES: usize = 32;
 /// What a task of the reconciler came to.
 enum Event {
     Described { model: String, outcome: Result<Arc<ModelDescription>, String> },
-    Planned { model: String, outcome: Result<ShardPlan, PlanError> },
+    Planned { model: String, outcome: Result<(ShardPlan, Explanation), PlanError> },
     Loaded { replica: Arc<Replica>, outcome: Result<(), String> },
     Unloaded { part: Part },
     Drained,
@@ -277,7 +277,9 @@ impl Reconciler {
                     let options = self.config.plan_options;
                     self.attempt(name.clone(), async move {
                         let planned = tokio::task::spawn_blocking(move || {
-                            lockstep_sharding::plan(&description.shape, &topology, &policy, &options)
+                            let plan = lockstep_sharding::plan(&description.shape, &topology, &policy, &options)?;
+                            let explanation = Explanation::new(&plan, &topology);
+                            Ok((plan, explanation))
                         });
                         match planned.await {
                             Ok(outcome) => Event::Planned { model: name, outcome },
@@ -324,7 +326,7 @@ impl Reconciler {
             Event::Planned { model, outcome } => {
                 self.note(&model, |model| model.is_busy = false);
                 match outcome {
-                    Ok(plan) => self.deploy(&model, plan, now),
+                    Ok((plan, explanation)) => self.deploy(&model, &plan, explanation, now),
                     Err(error @ PlanError::Devices { .. }) => {
                         self.note(&model, |model| model.note_waiting_for_devices(&error, now));
                     }
@@ -350,9 +352,9 @@ impl Reconciler {
     }
 
     /// Puts a plan into force under a new epoch: a load task for each of its replicas.
-    fn deploy(&mut self, name: &str, plan: ShardPlan, now: Instant) {
+    fn deploy(&mut self, name: &str, plan: &ShardPlan, explanation: Explanation, now: Instant) {
         let live = Arc::clone(&self.registry.borrow());
-        let bytes = match lockstep_sharding::encode(&plan) {
+        let bytes = match lockstep_sharding::encode(plan) {
             Ok(bytes) => bytes,
             Err(error) => return self.note(name, |model| model.note_failure(error.to_string(), now)),
         };
@@ -390,9 +392,9 @@ impl Reconciler {
             model.replicas.push(Arc::clone(&replica));
             loads.push((replica, clients, request));
         }
-        tracing::info!(model = name, plan_epoch, num_replicas = plan.replicas.len(), "plan in force");
+        tracing::info!(model = name, plan_epoch, num_replicas = plan.replicas.len(), plan.reason, "plan in force");
         model.wanted_replicas.get_or_insert(plan.replicas.len());
-        model.plan = Some(Arc::new(plan));
+        model.plan = Some(Arc::new(explanation));
         model.plan_epoch = plan_epoch;
         for (replica, clients, request) in loads {
             let loading = Arc::clone(&replica);

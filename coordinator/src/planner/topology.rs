@@ -50,8 +50,7 @@ pub fn topology<'a>(
         }
     }
     equalize(&mut devices);
-    let (intra_host, inter_host) = Topology::default_links(devices.iter().map(|device| device.name.as_str()));
-    Topology { devices, intra_host, inter_host }
+    Topology { devices, intra_host: None, inter_host: None }
 }
 
 /// Memory that several devices of a host claim; each of its workers may have measured all of it as its own.

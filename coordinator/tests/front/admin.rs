@@ -47,7 +47,12 @@ async fn loads_and_unloads_models() {
 
     let plan =
         coordinator.admin().await.get_plan(v1::GetPlanRequest { model: String::new() }).await.unwrap().into_inner();
-    assert!(plan.plan_epoch > 0 && plan.plan_json.contains("\"replicas\""), "{plan:?}");
+    assert!(plan.plan_epoch > 0, "{plan:?}");
+    // The form of `lockstep plan --json`, with the rates that the worker reported.
+    let json: serde_json::Value = serde_json::from_str(&plan.plan_json).unwrap();
+    let rank = &json["replicas"][0]["ranks"][0];
+    assert!(json["reason"].as_str().is_some_and(|reason| !reason.is_empty()), "{json}");
+    assert!(rank["worker_id"] == "w0" && rank["memory_bytes_per_second"].as_f64() > Some(0.0), "{json}");
 
     let mut admin = coordinator.admin().await;
     admin.unload_model(v1::UnloadModelRequest { name: "some.gguf".into() }).await.unwrap();

@@ -23,6 +23,12 @@ fn exit_codes_tell_usage_from_failure() {
     assert_eq!(output(&["no-such-command"]).status.code(), Some(2));
     assert_eq!(output(&["plan", "--shape", "tiny", "--devices", "2*abacus"]).status.code(), Some(2));
     assert_eq!(output(&["plan", "--shape", "tiny", "--devices", "2*cpu"]).status.code(), Some(0));
+    let zero = output(&["plan", "--shape", "tiny", "--devices", "cpu", "--policy", "tensor=0"]);
+    assert!(String::from_utf8(zero.stderr).unwrap().contains("N is at least 1"));
+    assert_eq!(
+        output(&["plan", "--shape", "tiny", "--devices", "4*cpu", "--policy", "tensor=4"]).status.code(),
+        Some(0)
+    );
     let refused = output(&["plan", "--shape", "llama-70b", "--devices", "cpu"]);
     assert_eq!(refused.status.code(), Some(1));
     let error = String::from_utf8(refused.stderr).unwrap();

@@ -20,6 +20,7 @@ use lockstep_proto::{
     MAX_MESSAGE_BYTES,
     v1::{self, worker_server::WorkerServer},
 };
+use lockstep_sharding::usable_bytes;
 use tokio::net::TcpListener;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::transport::{Server, server::TcpIncoming};
@@ -184,7 +185,7 @@ fn hello(
         v1::WorkerDevice {
             name: info.name.clone(),
             reason: devices.reason().to_owned(),
-            memory_bytes: own.unwrap_or(shared.map_or(info.memory_bytes, |shared| shared / num_devices)),
+            memory_bytes: own.unwrap_or(shared.map_or(usable_bytes(info.memory_bytes), |shared| shared / num_devices)),
             host_memory_bytes: shared.map_or(0, |shared| shared.max(limit.unwrap_or(0))),
             memory_bytes_per_second: info.memory_bytes_per_second,
             operations_per_second: info.operations_per_second,

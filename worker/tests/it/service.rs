@@ -127,6 +127,7 @@ impl Harness {
             max_sequence_tokens: 512,
             max_num_sequences: 4,
             max_step_tokens: 64,
+            reason: String::new(),
             replicas: devices.iter().map(replica_on).collect(),
         };
         v1::LoadReplicaRequest {

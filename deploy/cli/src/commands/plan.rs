@@ -17,13 +17,7 @@ use crate::{
 #[command(
     group(clap::ArgGroup::new("what").required(true).args(["model", "shape"])),
     group(clap::ArgGroup::new("where").required(true).args(["devices", "topology"])),
-    after_help = "\
-A file over three processors on one host:
-  lockstep plan --model model.gguf --devices 3*cpu
-A 70B model over two hosts of eight H200, four ways of tensor parallelism in two stages:
-  lockstep plan --shape llama-70b --devices 8*h200@a,8*h200@b --policy hybrid=4x2
-A cluster described in a file, as JSON:
-  lockstep plan --model model.gguf --topology cluster.toml --json"
+    after_help = after_help()
 )]
 pub struct Args {
     /// Model file or folder
@@ -35,13 +29,13 @@ pub struct Args {
     /// Element type of the made-up model
     #[arg(long, value_name = "TYPE", requires = "shape", default_value = "q4_k_m")]
     quantization: String,
-    /// Devices such as `2*cpu` or `8*h200@a,8*h200@b`
+    /// Devices, as COUNT*KIND@HOST: `2*cpu` or `8*h200@a,8*h200@b`
     #[arg(long, value_name = "DEVICES")]
     devices: Option<String>,
-    /// TOML file that describes the cluster
+    /// TOML file that describes the cluster: hosts, devices, links
     #[arg(long, value_name = "FILE")]
     topology: Option<PathBuf>,
-    /// auto, tensor=N, pipeline=N, hybrid=TPxPP, replicas=N
+    /// auto, tensor=N, pipeline=N or hybrid=TPxPP, each optionally with ,replicas=N; or replicas=N
     #[arg(long, default_value = "auto")]
     policy: String,
     /// Longest sequence [default: the model's]
@@ -53,9 +47,43 @@ pub struct Args {
     /// Most tokens in one step
     #[arg(long, value_name = "N", default_value_t = PlanOptions::default().max_step_tokens)]
     max_step_tokens: usize,
+    /// Tokens in a KV block
+    #[arg(long, value_name = "N", default_value_t = PlanOptions::default().block_size)]
+    block_size: usize,
+    /// KV blocks of a replica [default: what memory has room for and the sequences can fill]
+    #[arg(long, value_name = "N")]
+    num_kv_blocks: Option<usize>,
     /// Print JSON
     #[arg(long)]
     json: bool,
+}
+
+fn after_help() -> String {
+    let kinds = Topology::kinds().collect::<Vec<_>>().join(", ");
+    format!(
+        "\
+A file over three processors on one host:
+  lockstep plan --model model.gguf --devices '3*cpu'
+A 70B model over two hosts of eight H200, four ways of tensor parallelism in two stages:
+  lockstep plan --shape llama-70b --devices '8*h200@a,8*h200@b' --policy hybrid=4x2
+Two replicas of two ranks each:
+  lockstep plan --model model.gguf --devices '4*cpu' --policy tensor=2,replicas=2
+A cluster described in a file, as JSON:
+  lockstep plan --model model.gguf --topology cluster.toml --json
+
+Kinds of devices: {kinds}.
+A topology file holds, for two hosts:
+  [[hosts]]
+  name = \"a\"
+  devices = [{{ kind = \"h200\", count = 8 }}]
+  [[hosts]]
+  name = \"b\"
+  devices = [{{ kind = \"h200\", count = 8 }}]
+  [inter_host]    # links are optional
+  latency_seconds = 20e-6
+  bytes_per_second = 25e9
+docs/topology.md describes all of it."
+    )
 }
 
 /// Plans and explains.
@@ -69,6 +97,8 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         max_sequence_tokens: args.max_sequence_tokens,
         max_num_sequences: args.max_num_sequences,
         max_step_tokens: args.max_step_tokens,
+        block_size: args.block_size,
+        num_kv_blocks: args.num_kv_blocks,
         ..PlanOptions::default()
     };
     let plan = lockstep_sharding::plan(&args.read_shape()?, &topology, &policy, &options)?;
