@@ -45,7 +45,7 @@ pub struct StagePlan {
 }
 
 /// What one device holds and is expected to cost.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RankPlan {
     /// Index over the whole replica, stage by stage; rank 0 leads.
     pub rank: usize,

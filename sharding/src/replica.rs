@@ -126,12 +126,7 @@ impl Problem<'_> {
                     key_value_heads: share.key_value_heads,
                     intermediate: share.intermediate,
                     vocabulary: share.vocabulary,
-                    weight_bytes: 0,
-                    kv_bytes: 0,
-                    activation_bytes: 0,
-                    decode_step_ms: 0.0,
-                    prefill_step_ms: 0.0,
-                    bound_by: String::new(),
+                    ..RankPlan::default()
                 });
                 rank += 1;
             }

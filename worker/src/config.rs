@@ -4,6 +4,9 @@ use std::{net::SocketAddr, num::NonZero, time::Duration};
 
 use crate::{WorkerError, devices::DeviceSettings};
 
+/// See [`spin`].
+const SPIN: Duration = Duration::from_micros(50);
+
 /// Checked settings.
 #[derive(Clone, Debug)]
 pub struct WorkerConfig {
@@ -61,9 +64,27 @@ impl WorkerConfig {
 
 /// `threads`, or for 0 an equal share of the cores for each of `num_devices` devices.
 pub(crate) fn threads_per_device(threads: usize, num_devices: usize) -> usize {
-    if threads > 0 {
-        return threads;
+    if threads > 0 { threads } else { (num_cores() / num_devices.max(1)).max(1) }
+}
+
+/// How long a waiting rank looks again before it sleeps, if its replica has so many threads on this machine: a peer on
+/// another core answers faster than a thread wakes; one that needs this core waits until it is given away.
+pub(crate) fn spin(num_threads: usize) -> Duration {
+    if num_threads <= num_cores() { SPIN } else { Duration::ZERO }
+}
+
+fn num_cores() -> usize {
+    std::thread::available_parallelism().map_or(1, NonZero::get)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_spin_only_where_each_thread_has_a_core() {
+        assert_eq!((spin(1), spin(num_cores())), (SPIN, SPIN));
+        assert_eq!(spin(num_cores() + 1), Duration::ZERO);
+        assert_eq!((threads_per_device(3, 2), threads_per_device(0, 1)), (3, num_cores()));
     }
-    let num_cores = std::thread::available_parallelism().map_or(1, NonZero::get);
-    (num_cores / num_devices.max(1)).max(1)
 }

@@ -147,6 +147,12 @@ impl LocalDevices {
         is_shared.then(|| usable_bytes(info.memory_bytes))
     }
 
+    /// Cores that each rank keeps busy: the processor's threads, or the one that drives a GPU.
+    pub(crate) fn threads_per_rank(&self) -> usize {
+        let is_cpu = self.devices.contains(&LocalDevice::Cpu);
+        if is_cpu { threads_per_device(self.settings.threads_per_device, self.len()) } else { 1 }
+    }
+
     /// Why these.
     pub fn reason(&self) -> &str {
         &self.reason
@@ -178,7 +184,7 @@ impl LocalDevices {
         })?;
         Ok(match *device {
             LocalDevice::Cpu => {
-                let num_threads = threads_per_device(self.settings.threads_per_device, self.len());
+                let num_threads = self.threads_per_rank();
                 task.run(|| CpuDevice::new(num_threads))
             }
             #[cfg(feature = "cuda")]

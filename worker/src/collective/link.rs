@@ -228,11 +228,13 @@ impl Spin {
         if try_it { self.limit } else { Duration::ZERO }
     }
 
-    fn hit(&mut self) {
+    /// The peer answered while it was looked for.
+    pub(super) fn hit(&mut self) {
         self.misses = 0;
     }
 
-    fn miss(&mut self) {
+    /// It did not.
+    pub(super) fn miss(&mut self) {
         self.misses = self.misses.saturating_add(1);
     }
 }

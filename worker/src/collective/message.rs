@@ -238,13 +238,19 @@ impl Reader {
     fn receive(&mut self, timeout: Option<Duration>) -> Result<Vec<u8>, WorkerError> {
         let start = Instant::now();
         let spinning = self.spin.budget();
+        let mut has_waited = false;
+        let mut has_slept = false;
         loop {
             if let Some(payload) = self.pending.pop_front() {
+                if has_waited && !has_slept {
+                    self.spin.hit();
+                }
                 return Ok(payload);
             }
             if self.fill()? {
                 continue;
             }
+            has_waited = true;
             let waited = start.elapsed();
             let rest = timeout.map_or(SILENCE, |timeout| timeout.saturating_sub(waited));
             if rest.is_zero() {
@@ -254,6 +260,10 @@ impl Reader {
             if waited < spinning {
                 std::hint::spin_loop();
                 continue;
+            }
+            if !has_slept {
+                has_slept = true;
+                self.spin.miss();
             }
             let rest = rest.min(SILENCE.saturating_sub(self.last_heard.elapsed())).max(Duration::from_millis(1));
             let mut fds = [PollFd::new(&*self.link.stream, PollFlags::IN)];

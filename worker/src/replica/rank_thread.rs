@@ -2,6 +2,7 @@
 //! Invariant: it ends by itself when the leader closes its channel or link, and takes the replica down when it fails.
 
 use std::{
+    net::SocketAddr,
     sync::{
         Arc,
         mpsc::{Receiver, SyncSender},
@@ -18,6 +19,7 @@ use super::{LEADER_RANK, ReplicaSpec, health::Health, leader::Event};
 use crate::{
     WorkerError,
     collective::{LinkKey, LinkListener, MessageLink, RankLinks, RankLinksConfig},
+    config::spin,
     devices::DeviceTask,
     rank::{Executor, RankPeers, RankShape, weights::WeightLoader},
     step::StepPlan,
@@ -25,8 +27,6 @@ use crate::{
 
 /// Longest wait for the other ranks to appear; they open the checkpoint before they do.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long a waiting rank looks again before it sleeps: a peer on another core answers faster than a thread wakes.
-const SPIN: Duration = Duration::from_micros(50);
 
 /// What a rank of the last stage makes of a step.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
@@ -196,6 +196,9 @@ impl RankThread {
 
     fn links_config(&self, max_message_bytes: usize) -> RankLinksConfig {
         let spec = &self.spec;
+        let hosts = || spec.rank_addresses.iter().map(SocketAddr::ip);
+        // Ranks of other workers are taken to have as many threads as this one.
+        let num_neighbours = hosts().filter(|host| hosts().nth(self.rank) == Some(*host)).count();
         RankLinksConfig {
             key: LinkKey { model: spec.model.clone(), replica: spec.replica, plan_epoch: spec.plan_epoch },
             secret: spec.secret.clone(),
@@ -204,7 +207,7 @@ impl RankThread {
             connect_timeout: CONNECT_TIMEOUT,
             timeout: spec.collective_timeout,
             max_message_bytes,
-            spin: SPIN,
+            spin: spin(num_neighbours * spec.devices.threads_per_rank()),
             abort: self.health.abort_handle(),
         }
     }

@@ -3,8 +3,9 @@
 use std::path::PathBuf;
 
 use lockstep_model::source::{FetchOptions, Progress, fetch};
+use lockstep_sharding::format_bytes;
 
-use crate::{Interrupted, output::print_line, progress, units::format_bytes};
+use crate::{Interrupted, output::print_line, progress};
 
 /// Fetch a model file with resume and SHA-256 check; interrupted runs go on where they stopped.
 #[derive(clap::Args)]

@@ -5,13 +5,13 @@ use std::time::Duration;
 use lockstep_proto::v1::{
     DeviceStatus, EngineStatus, GetClusterRequest, GetClusterResponse, RankStatus, ReplicaStatus,
 };
+use lockstep_sharding::format_bytes;
 use serde_json::{Value, json};
 
 use crate::{
     client::{ServerArgs, refused},
     output::print,
     table::Table,
-    units::format_bytes,
 };
 
 /// Show workers, devices, replicas, ranks, KV use and tokens per second.

@@ -6,9 +6,9 @@ use lockstep_model::{
     ModelError,
     synth::{Quantization, SynthSpec},
 };
-use lockstep_sharding::ModelShape;
+use lockstep_sharding::{ModelShape, format_bytes};
 
-use crate::{Interrupted, UsageError, output::print_line, progress, units::format_bytes};
+use crate::{Interrupted, UsageError, output::print_line, progress};
 
 /// Write a random but valid GGUF file of any shape and quantized type, for benchmarks and tests.
 #[derive(Debug, clap::Args)]
