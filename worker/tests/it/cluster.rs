@@ -74,18 +74,22 @@ impl Cluster {
     /// Loads a plan; `progress` is told the number of the worker, the bytes that it has loaded and all of its bytes.
     pub fn load_following(
         model: &Path,
-        plan: ReplicaPlan,
+        mut plan: ReplicaPlan,
         progress: impl Fn(usize, u64, u64) + Clone + Send + Sync + 'static,
     ) -> Self {
         let mut workers: Vec<String> = Vec::new();
         let mut rank_addresses: Vec<SocketAddr> = Vec::new();
         let mut listeners = Vec::new();
-        for rank in plan.stages.iter().flat_map(|stage| &stage.ranks) {
+        let mut num_ranks = Vec::new();
+        for rank in plan.stages.iter_mut().flat_map(|stage| &mut stage.ranks) {
             let worker = workers.iter().position(|worker| *worker == rank.worker_id).unwrap_or_else(|| {
                 workers.push(rank.worker_id.clone());
                 listeners.push(Arc::new(LinkListener::bind("127.0.0.1:0".parse().unwrap()).unwrap()));
+                num_ranks.push(0);
                 workers.len() - 1
             });
+            rank.local_rank = num_ranks[worker];
+            num_ranks[worker] += 1;
             rank_addresses.push(listeners[worker].local_addr());
         }
         let loads: Vec<_> = workers
@@ -94,7 +98,7 @@ impl Cluster {
             .enumerate()
             .map(|(worker, (worker_id, listener))| {
                 let follow = progress.clone();
-                let spec = spec(model, plan.clone(), worker_id, rank_addresses.clone());
+                let spec = spec(model, plan.clone(), worker_id, num_ranks[worker], rank_addresses.clone());
                 std::thread::spawn(move || {
                     let loaded = AtomicU64::new(0);
                     let progress = |bytes, total| {
@@ -128,10 +132,16 @@ impl Cluster {
     }
 }
 
-fn spec(model: &Path, plan: ReplicaPlan, worker_id: String, rank_addresses: Vec<SocketAddr>) -> ReplicaSpec {
+fn spec(
+    model: &Path,
+    plan: ReplicaPlan,
+    worker_id: String,
+    num_ranks: usize,
+    rank_addresses: Vec<SocketAddr>,
+) -> ReplicaSpec {
     let one_thread = DeviceSettings {
         selection: DeviceSelection::Cpu,
-        num_cpu_devices: 1,
+        num_cpu_devices: num_ranks,
         threads_per_device: 1,
         kernel_cache: None,
     };
