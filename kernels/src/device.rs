@@ -76,7 +76,8 @@ pub trait Device: Send + 'static {
     /// [`KernelError::Device`] if memory is short.
     fn kv_cache(&self, spec: KvCacheSpec) -> Result<Self::KvCache, KernelError>;
 
-    /// Brackets the operations of one forward step, so that a device can keep its threads awake or replay a graph.
+    /// Brackets the operations of one forward step, so that a device can keep its threads awake or replay a graph. What
+    /// calls of a step borrow beside tensors (positions, slots, sequences) stays unchanged until the step ends.
     ///
     /// # Errors
     /// What `body` returns, or the device's own failure.

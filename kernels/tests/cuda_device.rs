@@ -33,9 +33,10 @@ const SPEC: KvCacheSpec = KvCacheSpec {
     head_dim: HEAD_DIM,
 };
 
-/// Rounding that differs in the last bit flips roundings of 8-bit activations, each worth up to 1/254 of the largest value
-/// of 32. A step of twelve such products in a row, whose random weights let no term dominate, parts by 1 to 2 %.
-const TOLERANCE: f64 = 4e-2;
+/// The CPU rounds activations to 8 bits, worth up to 1/254 of the largest value of 32, and so does the GPU for few tokens;
+/// in a batch it rounds them to 16 bits. A step of twelve such products in a row, whose random weights let no term
+/// dominate, parts by 1 to 4 %. Single operations are judged more strictly, by f64 oracles.
+const TOLERANCE: f64 = 6e-2;
 
 /// A small model of random weights, the same on every device.
 struct Model<D: Device> {

@@ -58,7 +58,7 @@ impl Launchers {
             convert: Convert::new(gpu)?,
             gather_rows: GatherRows::new(gpu)?,
             matmul: Matmul::new(gpu)?,
-            rms_norm: RmsNorm::new(gpu)?,
+            rms_norm: RmsNorm::new(gpu),
             rope_and_store: CudaRopeAndStore::new(gpu),
             sample: Sample::new(gpu)?,
         })

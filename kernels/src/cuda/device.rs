@@ -8,14 +8,14 @@ use std::sync::Arc;
 
 use super::{
     Activations, CudaKvCache, CudaTensor, DeviceBuffer, Gpu, HalfType, KernelCache,
-    attention::AttentionCall,
+    attention::{AttentionCall, Batch},
     call::Call,
     convert::ConvertCall,
     gather_rows::GatherRowsCall,
     info,
     matmul::{CudaLinear, MatmulCall, Target, embed::EmbedCall},
     rms_norm::RmsNormCall,
-    rope_and_store::{CudaRope, Element, RopeAndStoreCall, Rows},
+    rope_and_store::{CudaRope, Element, RopeAddresses, RopeAndStoreCall, Rows},
     sample::SamplePlan,
     step::Steps,
     tensor::Producer,
@@ -32,12 +32,22 @@ pub struct CudaDevice {
     info: DeviceInfo,
     gpu: Arc<Gpu>,
     steps: Steps,
+    /// Where the tokens of the open step go and what they see, as the calls of its first layer said.
+    staged: Staged,
     /// Tables that were used so far, with their copies.
     ropes: Vec<(RopeTable, CudaRope)>,
     /// This rank's shares of sums over the ranks.
     partial: CudaTensor,
     /// Samples rows that want more candidates than the GPU can sort.
     team: Team,
+}
+
+/// What the layers of a step share, by what identifies it: addresses of what the calls borrow, which stays unchanged
+/// until the step ends, and their sizes.
+#[derive(Default)]
+struct Staged {
+    addresses: Option<([usize; 6], RopeAddresses)>,
+    batch: Option<([usize; 9], Batch)>,
 }
 
 impl CudaDevice {
@@ -51,6 +61,7 @@ impl CudaDevice {
         Ok(Self {
             info,
             steps: Steps::new(&gpu)?,
+            staged: Staged::default(),
             ropes: Vec::new(),
             partial: CudaTensor::zeroed(&gpu, 0, 0)?,
             team: Team::new(1)?,
@@ -81,6 +92,57 @@ impl CudaDevice {
         }
         let (weight, input) = (Arc::clone(weight), activations);
         self.steps.push(Call::Matmul(MatmulCall { num_tokens, weight, input, target, output }))
+    }
+
+    fn rope_addresses(
+        &mut self,
+        call: &RopeAndStore<'_>,
+        table: &RopeTable,
+        qkv_width: usize,
+        cache: &CudaKvCache,
+    ) -> Result<RopeAddresses, KernelError> {
+        let key = [
+            call.positions.as_ptr().addr(),
+            call.slot_mapping.as_ptr().addr(),
+            call.num_tokens(),
+            call.num_heads,
+            call.num_key_value_heads,
+            qkv_width,
+        ];
+        match &self.staged.addresses {
+            Some((known, addresses)) if *known == key => Ok(addresses.clone()),
+            _ => {
+                call.check(table, cache.spec(), qkv_width)?;
+                let Steps { launchers, inputs, .. } = &mut self.steps;
+                let addresses = launchers.rope_and_store.stage(inputs, call, table, cache)?;
+                self.staged.addresses = self.steps.is_open().then(|| (key, addresses.clone()));
+                Ok(addresses)
+            }
+        }
+    }
+
+    fn batch(&mut self, call: &Attention<'_>, widths: [usize; 2], cache: &CudaKvCache) -> Result<Batch, KernelError> {
+        let key = [
+            call.sequences.as_ptr().addr(),
+            call.sequences.len(),
+            call.num_heads,
+            call.num_key_value_heads,
+            call.group_size,
+            call.group_offset,
+            call.scale.to_bits() as usize,
+            widths[0],
+            widths[1],
+        ];
+        match &self.staged.batch {
+            Some((known, batch)) if *known == key => Ok(batch.clone()),
+            _ => {
+                call.check(cache.spec(), widths[0], widths[1])?;
+                let Steps { launchers, inputs, .. } = &mut self.steps;
+                let batch = launchers.attention.stage(inputs, call, cache)?;
+                self.staged.batch = self.steps.is_open().then(|| (key, batch.clone()));
+                Ok(batch)
+            }
+        }
     }
 
     fn rope(&mut self, table: &RopeTable) -> Result<CudaRope, KernelError> {
@@ -130,7 +192,9 @@ impl Device for CudaDevice {
 
     fn step<T, E: From<KernelError>>(&mut self, body: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T, E> {
         self.steps.open();
+        self.staged = Staged::default();
         let outcome = body(self);
+        self.staged = Staged::default();
         match outcome {
             Ok(result) => {
                 self.steps.close()?;
@@ -235,9 +299,8 @@ impl Device for CudaDevice {
         cache: &mut CudaKvCache,
     ) -> Result<(), KernelError> {
         qkv.expect_tokens("rope_and_store", call.num_tokens())?;
-        call.check(table, cache.spec(), qkv.width())?;
         let rope = self.rope(table)?;
-        let addresses = self.steps.launchers.rope_and_store.stage(&mut self.steps.inputs, call, table, cache)?;
+        let addresses = self.rope_addresses(call, table, qkv.width(), cache)?;
         let width = qkv.width();
         let rows = rows_of(qkv.overwrite(), width);
         let (qkv, queries) = (rows.clone(), rows);
@@ -254,8 +317,7 @@ impl Device for CudaDevice {
     ) -> Result<(), KernelError> {
         qkv.expect_tokens("attention", call.num_tokens())?;
         output.expect_tokens("attention", call.num_tokens())?;
-        call.check(cache.spec(), qkv.width(), output.width())?;
-        let batch = self.steps.launchers.attention.stage(&mut self.steps.inputs, call, cache)?;
+        let batch = self.batch(call, [qkv.width(), output.width()], cache)?;
         let has_prompt = call.sequences.iter().any(|sequence| sequence.num_tokens > 1);
         let make_tiles = !has_prompt && call.head_dim.is_multiple_of(32);
         let attention = AttentionCall {

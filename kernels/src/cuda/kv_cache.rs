@@ -21,7 +21,8 @@ const CHUNK: usize = 8;
 pub struct CudaKvCache {
     spec: KvCacheSpec,
     half_type: HalfType,
-    layers: Vec<Arc<DeviceBuffer>>,
+    /// Shared by the calls of a step, of which there are many.
+    layers: Arc<[Arc<DeviceBuffer>]>,
 }
 
 impl CudaKvCache {

@@ -6,7 +6,10 @@
 use std::{ffi::c_void, ops::Range, ptr::NonNull, sync::Arc};
 
 use bytemuck::{AnyBitPattern, NoUninit};
-use cudarc::driver::{result, sys::CUdeviceptr};
+use cudarc::driver::{
+    result,
+    sys::{self, CUdeviceptr},
+};
 
 use super::{Gpu, probe::describe};
 use crate::KernelError;
@@ -117,14 +120,17 @@ impl DeviceBuffer {
     /// [`KernelError::OutOfRange`] if one of them is too small, [`KernelError::Device`] if the driver fails.
     pub fn write_pinned(&self, source: &PinnedBuffer, range: Range<usize>) -> Result<(), KernelError> {
         self.check_range("write", range.start, range.len())?;
-        let (start, got, limit) = (range.start, range.end, source.bytes().len() + 1);
-        let what = "end of a range of pinned memory";
-        let bytes =
-            source.bytes().get(range).ok_or(KernelError::OutOfRange { operation: "write", what, got, limit })?;
-        if bytes.is_empty() {
+        let (start, got, limit) = (range.start, range.end, source.num_bytes + 1);
+        if got >= limit {
+            let what = "end of a range of pinned memory";
+            return Err(KernelError::OutOfRange { operation: "write", what, got, limit });
+        }
+        if range.is_empty() {
             return Ok(());
         }
         self.gpu.bind()?;
+        // SAFETY: inside the allocation, which is initialized.
+        let bytes = unsafe { std::slice::from_raw_parts(source.start.as_ptr().add(start), range.len()) };
         // SAFETY: both ranges were checked; the source is not changed or freed before the stream is synchronized.
         unsafe { result::memcpy_htod_async(self.pointer.offset_bytes(start).0, bytes, self.gpu.stream().cu_stream()) }
             .map_err(self.gpu.failed("cuMemcpyHtoDAsync"))
@@ -142,6 +148,24 @@ impl DeviceBuffer {
     ) -> Result<(), KernelError> {
         let got = self.num_bytes;
         if got < expected { Err(KernelError::Shape { operation, what, got, expected }) } else { Ok(()) }
+    }
+
+    /// Copies the first `num_bytes` to pinned memory after all work before; the copy runs beside the host.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfRange`] if one of them is too small, [`KernelError::Device`] if the driver fails.
+    pub fn read_pinned(&self, target: &PinnedBuffer, num_bytes: usize) -> Result<(), KernelError> {
+        self.check_range("read", 0, num_bytes)?;
+        if num_bytes > target.num_bytes {
+            let (operation, what) = ("read", "end of a range of pinned memory");
+            return Err(KernelError::OutOfRange { operation, what, got: num_bytes, limit: target.num_bytes + 1 });
+        }
+        self.gpu.bind()?;
+        let (stream, target) = (self.gpu.stream().cu_stream(), target.start.as_ptr().cast());
+        // SAFETY: both ranges were checked; the target is read and freed only after the stream is synchronized.
+        unsafe { sys::cuMemcpyDtoHAsync_v2(target, self.pointer.0, num_bytes, stream) }
+            .result()
+            .map_err(self.gpu.failed("cuMemcpyDtoHAsync"))
     }
 
     fn check_range(&self, operation: &'static str, offset: usize, num_bytes: usize) -> Result<(), KernelError> {
@@ -199,6 +223,8 @@ impl PartialEq for DeviceBuffer {
     }
 }
 
+impl Eq for DeviceBuffer {}
+
 impl std::fmt::Debug for DeviceBuffer {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(formatter, "DeviceBuffer({:#x}, {} bytes)", self.pointer.0, self.num_bytes)
@@ -214,6 +240,23 @@ pub struct PinnedBuffer {
 
 // SAFETY: plain memory of this process, owned by the buffer.
 unsafe impl Send for PinnedBuffer {}
+// SAFETY: shared access reads, or lets the GPU copy in the order of its stream.
+unsafe impl Sync for PinnedBuffer {}
+
+impl PartialEq for PinnedBuffer {
+    /// Whether it is the same memory.
+    fn eq(&self, other: &Self) -> bool {
+        self.start == other.start
+    }
+}
+
+impl Eq for PinnedBuffer {}
+
+impl std::fmt::Debug for PinnedBuffer {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(formatter, "PinnedBuffer({:p}, {} bytes)", self.start, self.num_bytes)
+    }
+}
 
 impl PinnedBuffer {
     /// So many zeroed bytes, on a border of a page.
@@ -231,10 +274,20 @@ impl PinnedBuffer {
         Ok(Self { gpu: Arc::clone(gpu), start, num_bytes })
     }
 
-    /// Its content.
-    pub fn bytes(&self) -> &[u8] {
-        // SAFETY: initialized in `zeroed`, owned by `self`.
-        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.num_bytes) }
+    /// Its size.
+    pub fn num_bytes(&self) -> usize {
+        self.num_bytes
+    }
+
+    /// Its content once copies to it are done.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if work before failed: it waits for the stream.
+    pub fn bytes(&self) -> Result<&[u8], KernelError> {
+        self.gpu.synchronize()?;
+        // SAFETY: initialized in `zeroed`, owned by `self`; no copy is under way, and the one thread that the device
+        // belongs to starts none while it reads.
+        Ok(unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.num_bytes) })
     }
 
     /// Its content, to be changed once copies from it are done.

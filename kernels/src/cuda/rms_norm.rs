@@ -3,24 +3,27 @@
 
 use std::sync::Arc;
 
-use super::{Activations, Argument, DeviceBuffer, Gpu, Kernel, Launch, sources::Source};
+use super::{Activations, Argument, DeviceBuffer, Gpu, Launch, sources::Source};
 use crate::KernelError;
 
 /// Device code.
-pub const SOURCE: Source = Source { name: "rms_norm.cu", text: include_str!("../../cuda/rms_norm.cu"), variants: &[] };
+pub const SOURCE: Source = Source {
+    name: "rms_norm.cu",
+    text: include_str!("../../cuda/rms_norm.cu"),
+    variants: &[&["-DCHUNKS=1"], &["-DCHUNKS=2"], &["-DCHUNKS=4"]],
+};
 
 const OPERATION: &str = "rms_norm";
 /// Threads of the largest block.
 const MAX_THREADS: usize = 1024;
-/// Values that a thread of the kernel can hold.
-const VALUES_PER_THREAD: usize = 16;
-/// Values that a thread has where there are threads enough.
-const USUAL_VALUES_PER_THREAD: usize = 4;
+/// Columns that a thread has at a time.
+const CHUNK: usize = 4;
+/// Chunks of a thread, in steps of powers of two, up to what registers hold.
+const MAX_CHUNKS: usize = 4;
 
-/// The loaded kernel.
+/// The launcher.
 pub struct RmsNorm {
     gpu: Arc<Gpu>,
-    kernel: Kernel,
 }
 
 /// `output[t] = input[t] / sqrt(mean(input[t]²) + epsilon) * weight`.
@@ -39,25 +42,23 @@ pub struct RmsNormCall {
 }
 
 impl RmsNorm {
-    /// Loads it.
-    ///
-    /// # Errors
-    /// [`KernelError::Device`] if it does not compile.
-    pub fn new(gpu: &Arc<Gpu>) -> Result<Self, KernelError> {
-        Ok(Self { gpu: Arc::clone(gpu), kernel: gpu.kernel(&SOURCE, &[], OPERATION)? })
+    /// Of a GPU; kernels are compiled when they are first wanted.
+    pub fn new(gpu: &Arc<Gpu>) -> Self {
+        Self { gpu: Arc::clone(gpu) }
     }
 
     /// Starts it.
     ///
     /// # Errors
-    /// [`KernelError::Shape`] if a buffer is too small, [`KernelError::Unsupported`] for rows that no block holds,
-    /// [`KernelError::Device`] if the launch fails.
+    /// [`KernelError::Shape`] if a buffer is too small, [`KernelError::Unsupported`] for rows that no block holds or that
+    /// are not whole chunks, [`KernelError::Device`] if the launch fails.
     pub fn launch(&self, call: &RmsNormCall) -> Result<(), KernelError> {
         let width = call.output.columns;
-        if width > MAX_THREADS * VALUES_PER_THREAD {
+        let num_chunks = width.div_ceil(CHUNK * MAX_THREADS).max(1).next_power_of_two();
+        if num_chunks > MAX_CHUNKS || !width.is_multiple_of(CHUNK) {
             return Err(KernelError::Unsupported {
                 operation: OPERATION,
-                what: format!("a width of {width} (at most {})", MAX_THREADS * VALUES_PER_THREAD),
+                what: format!("a width of {width} (a multiple of {CHUNK} up to {})", MAX_THREADS * CHUNK * MAX_CHUNKS),
                 device: self.gpu.limits().name.clone(),
             });
         }
@@ -65,7 +66,8 @@ impl RmsNorm {
         call.input.expect_bytes(OPERATION, "bytes of the input", call.num_tokens * row_bytes)?;
         call.weight.expect_bytes(OPERATION, "bytes of the weight", row_bytes)?;
         call.output.expect_tokens(OPERATION, call.num_tokens)?;
-        let num_threads = width.div_ceil(USUAL_VALUES_PER_THREAD).next_multiple_of(32).min(MAX_THREADS);
+        let kernel = self.gpu.kernel(&SOURCE, &[format!("-DCHUNKS={num_chunks}")], OPERATION)?;
+        let num_threads = width.div_ceil(CHUNK * num_chunks).next_multiple_of(32);
         let output = call.output.argument();
         let arguments = [
             (&*call.input).into(),
@@ -76,6 +78,6 @@ impl RmsNorm {
         ];
         let launch = Launch::blocks(call.num_tokens as u32, num_threads as u32);
         // SAFETY: the kernel's arguments; it touches `num_tokens` rows of `width` values, which the buffers have.
-        unsafe { self.kernel.launch(&self.gpu, launch, &arguments) }
+        unsafe { kernel.launch(&self.gpu, launch, &arguments) }
     }
 }

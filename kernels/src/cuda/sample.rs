@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use super::{Argument, DeviceBuffer, Gpu, InputSlice, Kernel, Launch, StepInputs, sources::Source};
+use super::{Argument, DeviceBuffer, Gpu, InputSlice, Kernel, Launch, PinnedBuffer, StepInputs, sources::Source};
 use crate::{
     KernelError,
     ops::{Candidates, SampleRow},
@@ -95,6 +95,7 @@ pub struct SampleCall {
     logits: Arc<DeviceBuffer>,
     rows: InputSlice,
     penalties: InputSlice,
+    results: Arc<PinnedBuffer>,
     outputs: Arc<DeviceBuffer>,
     partials: Arc<DeviceBuffer>,
     counters: Arc<DeviceBuffer>,
@@ -106,6 +107,7 @@ pub struct Sample {
     reduce: Kernel,
     penalize: Kernel,
     top: Kernel,
+    results: Arc<PinnedBuffer>,
     outputs: Arc<DeviceBuffer>,
     partials: Arc<DeviceBuffer>,
     counters: Arc<DeviceBuffer>,
@@ -124,6 +126,7 @@ impl Sample {
             reduce: kernel("sample_reduce")?,
             penalize: kernel("sample_penalize")?,
             top: kernel("sample_top")?,
+            results: Arc::new(PinnedBuffer::zeroed(gpu, 0)?),
             outputs: empty()?,
             partials: empty()?,
             counters: empty()?,
@@ -151,6 +154,7 @@ impl Sample {
             logits: Arc::clone(logits),
             rows: inputs.stage(&rows)?,
             penalties: inputs.stage(&penalties)?,
+            results: Arc::clone(&self.results),
             outputs: Arc::clone(&self.outputs),
             partials: Arc::clone(&self.partials),
             counters: Arc::clone(&self.counters),
@@ -158,6 +162,9 @@ impl Sample {
     }
 
     fn reserve(&mut self, num_bytes: usize, num_rows: usize, num_slices: usize) -> Result<(), KernelError> {
+        if self.results.num_bytes() < num_bytes {
+            self.results = Arc::new(PinnedBuffer::zeroed(&self.gpu, num_bytes.next_power_of_two())?);
+        }
         let sizes = [num_bytes, num_rows * num_slices * PARTIAL_BYTES, num_rows * size_of::<u32>()];
         let buffers = [&mut self.outputs, &mut self.partials, &mut self.counters];
         for (buffer, num_bytes) in buffers.into_iter().zip(sizes) {
@@ -168,7 +175,7 @@ impl Sample {
         Ok(())
     }
 
-    /// Starts the kernels. The logits of penalized tokens are changed.
+    /// Starts the kernels and the copy of their results. The logits of penalized tokens are changed.
     ///
     /// # Errors
     /// [`KernelError::Device`] if a launch fails.
@@ -186,7 +193,9 @@ impl Sample {
             unsafe { self.penalize.launch(&self.gpu, launch, &[Argument::Struct(bytemuck::bytes_of(&arguments))]) }?;
             self.launch_reduce(call, SCALED)?;
         }
-        self.launch_top(call, SCALED)
+        self.launch_top(call, SCALED)?;
+        let [.., num_bytes] = plan.sections();
+        call.outputs.read_pinned(&call.results, num_bytes)
     }
 
     fn launch_reduce(&self, call: &SampleCall, stages: u32) -> Result<(), KernelError> {
@@ -223,10 +232,8 @@ impl Sample {
     pub fn finish(&self, call: &SampleCall, rows: &[SampleRow]) -> Result<Vec<Candidates>, KernelError> {
         let plan = &call.plan;
         let [_, _, top, raw_top, end] = plan.sections();
-        // Eight-byte units, so that keys are aligned.
-        let mut outputs = vec![0_u64; end.div_ceil(size_of::<u64>())];
-        call.outputs.read(0, &mut bytemuck::cast_slice_mut::<_, u8>(&mut outputs)[..end])?;
-        let words: &[u32] = bytemuck::cast_slice(&outputs);
+        let outputs: &[u64] = bytemuck::cast_slice(&call.results.bytes()?[..end]);
+        let words: &[u32] = bytemuck::cast_slice(outputs);
         let keys = |offset: usize, stride: usize, row: usize, wanted: usize| {
             let keys = &outputs[offset / size_of::<u64>() + row * stride..];
             keys[..wanted.min(plan.width)].iter().map(|key| candidate(*key, plan.first_token)).collect::<Vec<_>>()

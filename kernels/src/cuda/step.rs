@@ -47,6 +47,11 @@ impl Steps {
         })
     }
 
+    /// Whether calls are collected.
+    pub fn is_open(&self) -> bool {
+        self.is_open
+    }
+
     /// Begins a step: calls are collected from now on.
     pub fn open(&mut self) {
         self.discard();

@@ -5,10 +5,10 @@ use std::{
     net::SocketAddr,
     sync::{
         Arc,
-        mpsc::{Receiver, SyncSender},
+        mpsc::{Receiver, RecvError, SyncSender, TryRecvError},
     },
     thread::JoinHandle,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use lockstep_kernels::{Device, KernelError, ops::Candidates};
@@ -194,11 +194,16 @@ impl RankThread {
         Ok((Executor::new(device, config, shape, limits, weights, peers)?, control))
     }
 
-    fn links_config(&self, max_message_bytes: usize) -> RankLinksConfig {
-        let spec = &self.spec;
-        let hosts = || spec.rank_addresses.iter().map(SocketAddr::ip);
+    /// How long it looks again before it sleeps.
+    fn spin(&self) -> Duration {
+        let hosts = || self.spec.rank_addresses.iter().map(SocketAddr::ip);
         // Ranks of other workers are taken to have as many threads as this one.
         let num_neighbours = hosts().filter(|host| hosts().nth(self.rank) == Some(*host)).count();
+        spin(num_neighbours * self.spec.devices.threads_per_rank())
+    }
+
+    fn links_config(&self, max_message_bytes: usize) -> RankLinksConfig {
+        let spec = &self.spec;
         RankLinksConfig {
             key: LinkKey { model: spec.model.clone(), replica: spec.replica, plan_epoch: spec.plan_epoch },
             secret: spec.secret.clone(),
@@ -207,7 +212,7 @@ impl RankThread {
             connect_timeout: CONNECT_TIMEOUT,
             timeout: spec.collective_timeout,
             max_message_bytes,
-            spin: spin(num_neighbours * spec.devices.threads_per_rank()),
+            spin: self.spin(),
             abort: self.health.abort_handle(),
         }
     }
@@ -231,7 +236,8 @@ impl RankThread {
         results: &SyncSender<Event>,
     ) -> Result<(), WorkerError> {
         // Closed: the engine has ended.
-        while let Ok(plan) = plans.recv() {
+        let spin = self.spin();
+        while let Ok(plan) = receive(plans, spin) {
             if let Some(candidates) = executor.execute(&plan)? {
                 let result = RankResult { step_id: plan.step_id, candidates };
                 if results.send(Event::Result { rank: self.rank, result }).is_err() {
@@ -250,4 +256,17 @@ impl RankThread {
             }
         }
     }
+}
+
+/// The next plan. It mostly comes soon after the last result, sooner than a thread wakes.
+fn receive(plans: &Receiver<Arc<StepPlan>>, spin: Duration) -> Result<Arc<StepPlan>, RecvError> {
+    let start = Instant::now();
+    while start.elapsed() < spin {
+        match plans.try_recv() {
+            Ok(plan) => return Ok(plan),
+            Err(TryRecvError::Disconnected) => return Err(RecvError),
+            Err(TryRecvError::Empty) => std::hint::spin_loop(),
+        }
+    }
+    plans.recv()
 }
