@@ -41,7 +41,10 @@ PYTHON
 fi
 
 say "building (some minutes the first time)"
-cargo build --release --workspace --bin lockstep
+# What a GPU needs is opened at run time; it is built where there may be one.
+features=()
+if command -v nvidia-smi >/dev/null; then features=(--features lockstep-cli/cuda); fi
+cargo build --release --workspace ${features[@]+"${features[@]}"} --bin lockstep
 lockstep=$(pwd)/${CARGO_TARGET_DIR:-target}/release/lockstep
 case ${CARGO_TARGET_DIR:-} in /*) lockstep=$CARGO_TARGET_DIR/release/lockstep ;; esac
 

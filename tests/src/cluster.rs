@@ -18,21 +18,46 @@ use crate::{Client, environment, process::PATIENCE};
 /// Between two looks.
 const POLL: Duration = Duration::from_millis(50);
 
-/// How the model is cut over one-device workers.
+/// How the model is cut: over one-device workers on the processor, or over the GPUs of one worker.
 #[derive(Clone, Copy, Debug)]
 pub struct Layout {
     /// Ranks that share each layer.
     pub tensor: usize,
     /// Stages of layers.
     pub pipeline: usize,
-    /// Threads of each worker.
+    /// Threads of each worker on the processor.
     pub threads: usize,
+    /// Whether ranks own GPUs.
+    pub is_on_gpus: bool,
 }
 
 impl Layout {
     /// `tensor` × `pipeline` workers of one thread.
     pub fn new(tensor: usize, pipeline: usize) -> Self {
-        Self { tensor, pipeline, threads: 1 }
+        Self { tensor, pipeline, threads: 1, is_on_gpus: false }
+    }
+
+    /// `tensor` × `pipeline` GPUs.
+    pub fn on_gpus(tensor: usize, pipeline: usize) -> Self {
+        Self { is_on_gpus: true, ..Self::new(tensor, pipeline) }
+    }
+
+    /// Arguments of `up`.
+    fn arguments(&self) -> Vec<String> {
+        let num_ranks = self.tensor * self.pipeline;
+        let devices = if self.is_on_gpus {
+            let names: Vec<String> = (0..num_ranks).map(|ordinal| format!("cuda:{ordinal}")).collect();
+            format!("--device={}", names.join(","))
+        } else {
+            "--device=cpu".to_owned()
+        };
+        vec![
+            devices,
+            format!("--workers={}", if self.is_on_gpus { 1 } else { num_ranks }),
+            format!("--tensor-parallel={}", self.tensor),
+            format!("--pipeline-parallel={}", self.pipeline),
+            format!("--threads-per-worker={}", self.threads),
+        ]
     }
 }
 
@@ -70,10 +95,7 @@ impl Cluster {
             .arg("--ready-file")
             .arg(&ready_file)
             .args(["--model-name=smol", "--grpc-port=0", "--http-port=0"])
-            .arg(format!("--workers={}", layout.tensor * layout.pipeline))
-            .arg(format!("--tensor-parallel={}", layout.tensor))
-            .arg(format!("--pipeline-parallel={}", layout.pipeline))
-            .arg(format!("--threads-per-worker={}", layout.threads))
+            .args(layout.arguments())
             .stdin(Stdio::piped())
             .stdout(log.try_clone()?)
             .stderr(log)

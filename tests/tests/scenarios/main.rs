@@ -7,6 +7,7 @@ mod bad_input;
 mod cancellation;
 mod continuous_batching;
 mod foreign_client;
+mod gpu;
 mod memory;
 mod oracle;
 mod prompts;

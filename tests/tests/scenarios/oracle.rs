@@ -1,8 +1,7 @@
 //! The whole model, served by one worker, chooses as two other implementations do when all are fed the same tokens:
 //! prompts and llama.cpp's greedy continuation of them.
-//! Two correct implementations of quantized arithmetic agree on at least 95.5 % of the steps and part only where the
-//! best two tokens lie close together. llama.cpp rounds activations as we do, in its own blocks; candle multiplies the
-//! same weights in f32, so that it stands for the exact answer.
+//! llama.cpp rounds activations as we do, in its own blocks; candle multiplies the same weights in f32, so that it stands
+//! for the exact answer.
 
 use std::{
     fs::File,
@@ -19,8 +18,8 @@ use candle_core::{
 };
 use candle_transformers::models::quantized_llama::ModelWeights;
 use lockstep_tests::{
-    Client, Cluster, Layout,
-    client::{gap, greedy, tokens},
+    Cluster, Layout,
+    agreement::{self, Choice, Passage},
     environment,
     process::finish,
 };
@@ -30,61 +29,6 @@ use crate::prompts::PROMPTS;
 
 /// Steps of each prompt.
 const STEPS: usize = 50;
-/// Least share of steps that agree.
-const AGREEMENT: f64 = 0.955;
-/// No parting where the best two lie so many nats apart.
-const LARGEST_GAP: f32 = 0.6;
-
-/// The greedy choice after a prefix, and how far the second best is behind it, nats.
-#[derive(Clone, Copy, Debug)]
-struct Choice {
-    token_id: u32,
-    gap: f32,
-}
-
-/// Compares step by step; a parting counts with the larger of the two gaps.
-fn check_agreement(name: &str, ours: &[Choice], theirs: &[Choice]) {
-    assert_eq!(ours.len(), theirs.len());
-    let partings: Vec<usize> = (0..ours.len()).filter(|&step| ours[step].token_id != theirs[step].token_id).collect();
-    let agreement = 1.0 - partings.len() as f64 / ours.len() as f64;
-    let largest = partings.iter().map(|&step| ours[step].gap.max(theirs[step].gap)).fold(0.0, f32::max);
-    println!("{name}: {:.1} % of {} steps agree, largest gap at a parting {largest:.3}", agreement * 100.0, ours.len());
-    assert!(agreement >= AGREEMENT, "{name}: only {:.1} % of {} steps agree", agreement * 100.0, ours.len());
-    assert!(largest < LARGEST_GAP, "{name}: parts at a gap of {largest} nats");
-}
-
-/// A prompt with its continuation; the choices of the last [`STEPS`] prefixes are compared.
-struct Passage {
-    ids: Vec<u32>,
-    num_prompt_tokens: usize,
-}
-
-impl Passage {
-    /// Lengths of the prefixes after which a choice is compared.
-    fn lengths(&self) -> std::ops::Range<usize> {
-        self.num_prompt_tokens..self.ids.len()
-    }
-}
-
-/// Every prefix as a request of its own, those of a passage at once.
-async fn our_choices(client: &Client, passages: &[Passage]) -> Vec<Choice> {
-    let mut choices = Vec::new();
-    for passage in passages {
-        let steps: Vec<_> = passage
-            .lengths()
-            .map(|length| {
-                let (client, request) = (client.clone(), greedy(tokens(&passage.ids[..length]), 1));
-                tokio::spawn(async move { client.generate(request).await })
-            })
-            .collect();
-        for step in steps {
-            let output = step.await.unwrap().unwrap();
-            choices.push(Choice { token_id: output.token_ids[0], gap: gap(&output.logprobs[0]) });
-        }
-    }
-    choices
-}
-
 /// Greedy choices of each prompt's continuation.
 async fn llama_cpp_choices(prompts: &[Vec<u32>]) -> Vec<Vec<Choice>> {
     let mut python = Command::new(environment::python().unwrap());
@@ -142,7 +86,7 @@ fn candle_choices(passages: &[Passage]) -> Vec<Choice> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn whole_model_agrees_with_llama_cpp_and_candle() {
-    let cluster = Cluster::start(Layout { tensor: 1, pipeline: 1, threads: 2 }).unwrap();
+    let cluster = Cluster::start(Layout { threads: 2, ..Layout::new(1, 1) }).unwrap();
     let client = cluster.client().await.unwrap();
     let mut prompts = Vec::new();
     for prompt in PROMPTS {
@@ -158,9 +102,9 @@ async fn whole_model_agrees_with_llama_cpp_and_candle() {
             Passage { ids, num_prompt_tokens }
         })
         .collect();
-    let ours = our_choices(&client, &passages).await;
+    let ours = agreement::choices(&client, &passages).await.unwrap();
     assert_eq!(ours.len(), 500);
     drop(cluster);
-    check_agreement("llama.cpp", &ours, &llama_cpp.concat());
-    check_agreement("candle in f32", &ours, &candle_choices(&passages));
+    agreement::check("llama.cpp", &ours, &llama_cpp.concat()).unwrap();
+    agreement::check("candle in f32", &ours, &candle_choices(&passages)).unwrap();
 }

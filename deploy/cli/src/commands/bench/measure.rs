@@ -1,5 +1,6 @@
 //! What is measured: `pp N` (prompt tokens by the time to the first token), `tg N` (tokens by the time between the first
-//! and the last), `tg N x C` (all tokens of C simultaneous requests by the time from the first token to the last).
+//! and the last), `tg N x C` (all tokens of C simultaneous requests by the time from the first token to the last), both
+//! `@ D` after prompts of D tokens if they are not of the usual length.
 
 use std::time::Instant;
 
@@ -7,8 +8,8 @@ use anyhow::Context;
 
 use super::{Args, cluster::ClusterTarget, in_process::InProcessTarget};
 
-/// Prompt of a decode measurement, tokens.
-const DECODE_PROMPT_TOKENS: usize = 16;
+/// Usual prompt of a decode measurement, tokens.
+const USUAL_DEPTH: usize = 16;
 
 /// Who is measured.
 pub enum Target {
@@ -73,7 +74,8 @@ impl Target {
 /// If a request fails or does not fit the model.
 pub async fn measure(target: &Target, args: &Args) -> anyhow::Result<Vec<Measurement>> {
     let (vocab_size, max_sequence_tokens) = target.limits();
-    let longest = args.prefill.iter().copied().max().unwrap_or(0).max(DECODE_PROMPT_TOKENS + args.decode);
+    let deepest = args.depth.iter().copied().max().unwrap_or(0);
+    let longest = args.prefill.iter().copied().max().unwrap_or(0).max(deepest + args.decode);
     anyhow::ensure!(longest < max_sequence_tokens, "{longest} tokens do not fit sequences of {max_sequence_tokens}");
     let mut prompts = Prompts { vocab_size, state: 1 };
     let mut results = Vec::new();
@@ -85,20 +87,24 @@ pub async fn measure(target: &Target, args: &Args) -> anyhow::Result<Vec<Measure
         }
         results.push(summary(format!("pp{length}"), &rates[1..])?);
     }
-    for &concurrent in &args.concurrent {
-        let mut rates = Vec::new();
-        for _ in 0..=args.repetitions {
-            rates.push(decode_rate(target, &mut prompts, concurrent, args.decode).await?);
+    for &depth in &args.depth {
+        for &concurrent in &args.concurrent {
+            let mut rates = Vec::new();
+            for _ in 0..=args.repetitions {
+                let prompts = (0..concurrent).map(|_| prompts.next(depth)).collect();
+                rates.push(decode_rate(target, prompts, args.decode).await?);
+            }
+            let times = if concurrent == 1 { String::new() } else { format!("x{concurrent}") };
+            let at = if depth == USUAL_DEPTH { String::new() } else { format!("@{depth}") };
+            results.push(summary(format!("tg{}{times}{at}", args.decode), &rates[1..])?);
         }
-        let name =
-            if concurrent == 1 { format!("tg{}", args.decode) } else { format!("tg{}x{concurrent}", args.decode) };
-        results.push(summary(name, &rates[1..])?);
     }
     Ok(results)
 }
 
-async fn decode_rate(target: &Target, prompts: &mut Prompts, concurrent: usize, decode: usize) -> anyhow::Result<f64> {
-    let requests = (0..concurrent).map(|_| target.generate(prompts.next(DECODE_PROMPT_TOKENS), decode));
+async fn decode_rate(target: &Target, prompts: Vec<Vec<u32>>, decode: usize) -> anyhow::Result<f64> {
+    let concurrent = prompts.len();
+    let requests = prompts.into_iter().map(|prompt| target.generate(prompt, decode));
     let all = futures::future::try_join_all(requests).await?;
     let tokens = || all.iter().flat_map(|times| times.tokens.iter().copied());
     let first = tokens().min().context("no tokens")?;

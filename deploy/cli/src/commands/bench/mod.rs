@@ -50,6 +50,9 @@ pub struct Args {
     /// Tokens to generate when decode is measured
     #[arg(long, value_name = "TOKENS", default_value_t = 128)]
     decode: usize,
+    /// Prompt lengths after which decode is measured
+    #[arg(long, value_name = "TOKENS,…", value_delimiter = ',', default_values_t = [16])]
+    depth: Vec<usize>,
     /// Numbers of sequences that decode at once
     #[arg(long, value_name = "N,…", value_delimiter = ',', default_values_t = [1])]
     concurrent: Vec<usize>,
@@ -66,9 +69,15 @@ pub struct Args {
 /// # Errors
 /// If a number is 0 or a request fails.
 pub async fn run(args: Args) -> anyhow::Result<()> {
-    let zero = [args.decode < 2, args.repetitions == 0, args.prefill.contains(&0), args.concurrent.contains(&0)];
+    let zero = [
+        args.decode < 2,
+        args.repetitions == 0,
+        args.prefill.contains(&0),
+        args.concurrent.contains(&0),
+        args.depth.contains(&0),
+    ];
     if zero.contains(&true) {
-        let problem = "--decode needs at least 2; --repetitions, --prefill and --concurrent at least 1";
+        let problem = "--decode needs at least 2; --repetitions, --prefill, --depth and --concurrent at least 1";
         return Err(crate::UsageError(String::from(problem)).into());
     }
     let target = match &args.model {
