@@ -29,7 +29,8 @@ const ROTATED_BYTES: usize = 2100 << 20;
 const BATCHES: [usize; 12] = [2, 3, 4, 6, 8, 16, 32, 64, 128, 256, 512, 4096];
 const NUM_REPLAYS: usize = 7;
 
-/// Reads and adds up, with as many loads under way as pay; the next launch starts when it is done.
+/// Reads and adds up, with as many loads under way as pay. Launched as our kernels are, but nothing is read before the
+/// kernel before is done.
 const READ: Source = Source {
     name: "read.cu",
     text: r#"

@@ -9,6 +9,7 @@
 // Launch constants: FORMATS (list of the layer's formats), TOKENS (8, 16, 32, 64, 128), STAGES, CLUSTER, EPILOGUE.
 // Grid: `CLUSTER` blocks a unit; pieces of `TOKENS` tokens. Dynamic shared memory: `STAGES` stages, at least the sums.
 
+#include "cluster.cuh"
 #include "layer.cuh"
 #include "tensor_core.cuh"
 
@@ -81,7 +82,7 @@ struct Multiply {
             if (tile < share.end_tile) {
                 copy_activations(shared + stage * STAGE_BYTES + GROUPS * MAX_TILE_BYTES, share, tile);
             }
-            commit_copies();
+            close_copies();
         };
 #pragma unroll
         for (unsigned stage = 0; stage + 1 < STAGES; ++stage) copy_weights(share.first_tile + stage, stage);
@@ -119,32 +120,35 @@ struct Multiply {
         for (unsigned group = 0; group < SET_GROUPS; ++group) {
             blocks[group] = load_block<F, FromShared>(weights + group * MAX_TILE_BYTES, index, lane);
             scales[group] = half_scales(blocks[group], index, lane);
-            // See `chunk_at`.
-            if (lane % 2 == 1) swap_word_pairs(blocks[group]);
         }
         const unsigned row = lane / 4, t = lane % 4;
+        // Odd lanes read the two chunks of a half, and with them the pairs, in the other order: see `chunk_at`.
+        const uint32_t first_pair = t % 2 == 0 ? FIRST_PAIR : SECOND_PAIR, second_pair = FIRST_PAIR ^ SECOND_PAIR ^ first_pair;
 #pragma unroll
-        for (unsigned q = 0; q < 4; ++q) {
+        for (unsigned half = 0; half < 2; ++half) {
             // [step][16 rows][fragment]
-            uint32_t a[2][2][4];
+            uint32_t a[4][2][4];
 #pragma unroll
-            for (unsigned step = 0; step < 2; ++step) {
+            for (unsigned step = 0; step < 4; ++step) {
 #pragma unroll
                 for (unsigned group = 0; group < SET_GROUPS; ++group) {
                     uint32_t pairs[2];
-                    dequantize_word(blocks[group], scales[group], 2 * q + step, pairs);
+                    dequantize_word<F>(unpack_word(blocks[group], 4 * half + step), scales[group].scale[half],
+                                       scales[group].min[half], pairs, first_pair, second_pair);
                     a[step][group / 2][group % 2] = pairs[0];
                     a[step][group / 2][group % 2 + 2] = pairs[1];
                 }
             }
 #pragma unroll
             for (unsigned tile = 0; tile < TOKEN_TILES; ++tile) {
-                const unsigned token = first_token + tile * 8 + row;
+                const unsigned token = first_token + tile * 8 + row, block = 4 * index + t, odd = t % 2;
                 const uint8_t* from = tokens + token * TOKEN_BYTES;
-                const uint4 chunk = *(const uint4*)(from + chunk_at(token, 4 * index + t, q ^ t & 1));
-                const uint32_t b[2][2] = {{chunk.x, chunk.y}, {chunk.z, chunk.w}};
+                const uint4 first = *(const uint4*)(from + chunk_at(token, block, 2 * half + odd));
+                const uint4 second = *(const uint4*)(from + chunk_at(token, block, 2 * half + 1 - odd));
+                const uint32_t b[4][2] = {
+                    {first.x, second.x}, {first.y, second.y}, {first.z, second.z}, {first.w, second.w}};
 #pragma unroll
-                for (unsigned step = 0; step < 2; ++step) {
+                for (unsigned step = 0; step < 4; ++step) {
                     multiply_add(sums[0][tile], a[step][0], b[step]);
                     multiply_add(sums[1][tile], a[step][1], b[step]);
                 }
@@ -152,23 +156,6 @@ struct Multiply {
         }
     }
 };
-
-#if CLUSTER > 1
-__device__ __forceinline__ void wait_for_cluster() {
-    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-
-// A float at the same place in the shared memory of another block of the cluster.
-__device__ __forceinline__ float load_from(const float* own, unsigned rank) {
-    float value;
-    asm volatile("{.reg .u32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.f32 %0, [there];}"
-                 : "=f"(value) : "r"((uint32_t)__cvta_generic_to_shared(own)), "r"(rank));
-    return value;
-}
-#else
-__device__ __forceinline__ void wait_for_cluster() { __syncthreads(); }
-__device__ __forceinline__ float load_from(const float* own, unsigned) { return *own; }
-#endif
 
 extern "C" __global__ void
 #if CLUSTER > 1

@@ -26,11 +26,15 @@ extern "C" __global__ void __launch_bounds__(256)
         if (column >= columns) continue;
         const HalfScales scales = half_scales(blocks[index], index, lane);
 #pragma unroll
-        for (unsigned j = 0; j < 8; j += 2) {
-            uint32_t pairs[2][2];
-            dequantize_word(blocks[index], scales, j, pairs[0]);
-            dequantize_word(blocks[index], scales, j + 1, pairs[1]);
-            *(uint4*)(row + column + 4 * j) = make_uint4(pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]);
+        for (unsigned half = 0; half < 2; ++half) {
+            uint32_t pairs[4][2];
+#pragma unroll
+            for (unsigned t = 0; t < 4; ++t) {
+                dequantize_word<F>(unpack_word(blocks[index], 4 * half + t), scales.scale[half], scales.min[half], pairs[t]);
+            }
+            uint4* to = (uint4*)(row + column + 16 * half);
+            to[0] = make_uint4(pairs[0][0], pairs[1][0], pairs[2][0], pairs[3][0]);
+            to[1] = make_uint4(pairs[0][1], pairs[1][1], pairs[2][1], pairs[3][1]);
         }
     }
 }

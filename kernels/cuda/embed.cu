@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(256)
                 const int quant = F::BITS == 8 ? (int8_t)(word >> 8 * byte) : (int)(word >> 8 * byte & 255) - F::OFFSET;
                 const float scale = __fmul_rn(scales.d, (float)scales.scale[j / 4]);
                 const float min = __fmul_rn(scales.m, (float)scales.min[j / 4]);
-                target[first + 4 * j + byte] = __fadd_rn(__fmul_rn(scale, (float)quant), min);
+                target[first + j / 4 * 16 + j % 4 * 2 + byte / 2 * 8 + byte % 2] = __fadd_rn(__fmul_rn(scale, (float)quant), min);
             }
         }
     }

@@ -82,7 +82,7 @@ struct Multiply {
                                  lane);
                 }
             }
-            commit_copies();
+            close_copies();
         };
 #pragma unroll
         for (unsigned stage = 0; stage < STAGES; ++stage) fetch(split + stage * SPLITS, stage);

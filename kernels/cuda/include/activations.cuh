@@ -15,7 +15,8 @@ struct __align__(16) ActivationTile {
         int16_t sums[2];  // of the quants of both halves
     };
 
-    // The halves of the blocks apart: lanes that read a block each read contiguous 16-byte chunks.
+    // The halves of the blocks apart: lanes that read a block each read contiguous 16-byte chunks. Word `t` of a half is
+    // its elements 2t, 2t + 1, 2t + 8, 2t + 9.
     int8_t quants[2][8][16];
     Block blocks[8];
 };
@@ -57,7 +58,8 @@ __device__ __forceinline__ void quantize_block(float value, unsigned block, Acti
     // Both halves in one reduction: the second one's sum is in the upper 16 bits.
     const int both = __reduce_add_sync(FULL_MASK, lane < 16 ? quant : quant * 65536);
     ActivationTile& tile = tiles[block / 8];
-    tile.quants[lane / 16][block % 8][lane % 16] = (int8_t)quant;
+    const unsigned place = lane % 8 / 2 * 4 + lane % 2 + lane % 16 / 8 * 2;
+    tile.quants[lane / 16][block % 8][place] = (int8_t)quant;
     if (lane == 0) {
         ActivationTile::Block scale;
         scale.scale = __fmul_rn(largest, 1.0f / 127.0f);

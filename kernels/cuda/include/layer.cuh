@@ -58,29 +58,56 @@ __device__ __forceinline__ void with_format(uint32_t index, Args&&... args) {
 template <Epilogue EPILOGUE, unsigned ROWS, unsigned THREADS, unsigned SHARERS, class Product>
 __device__ __forceinline__ void finish(const Part& part, uint32_t row, uint32_t first_token, uint32_t num_tokens,
                                        const Activations& output, const Product& product, unsigned share) {
+    // Several outputs at a time, so that their loads are under way together.
+    constexpr unsigned TOGETHER = 4;
     if constexpr (EPILOGUE == Epilogue::SwiGlu) {
-        constexpr unsigned HALF = ROWS / 2, BLOCKS = HALF / WARP;
+        constexpr unsigned HALF = ROWS / 2, BLOCKS = HALF / WARP, STEP = THREADS / WARP;
         const unsigned lane = threadIdx.x % WARP;
-        for (unsigned piece = threadIdx.x / WARP;; piece += THREADS / WARP) {
-            const unsigned token = piece / BLOCKS * SHARERS + share, block = piece % BLOCKS;
-            if (token >= num_tokens) break;
-            if (row + block * WARP >= output.columns) continue;
-            const float gate = product(block * WARP + lane, token), up = product(HALF + block * WARP + lane, token);
-            // Rows past the end are products with zeros.
-            store_activations(output, first_token + token, row / WARP + block, gate / (1.0f + __expf(-gate)) * up);
+        const auto token_of = [&](unsigned piece) { return piece / BLOCKS * SHARERS + share; };
+        for (unsigned first = threadIdx.x / WARP; token_of(first) < num_tokens; first += STEP * TOGETHER) {
+            float gates[TOGETHER], ups[TOGETHER];
+#pragma unroll
+            for (unsigned i = 0; i < TOGETHER; ++i) {
+                const unsigned piece = first + i * STEP, at = piece % BLOCKS * WARP + lane;
+                if (token_of(piece) >= num_tokens) break;
+                gates[i] = product(at, token_of(piece));
+                ups[i] = product(HALF + at, token_of(piece));
+            }
+#pragma unroll
+            for (unsigned i = 0; i < TOGETHER; ++i) {
+                const unsigned piece = first + i * STEP, token = token_of(piece), block = piece % BLOCKS;
+                if (token >= num_tokens) break;
+                if (row + block * WARP >= output.columns) continue;
+                // Rows past the end are products with zeros.
+                const float value = gates[i] / (1.0f + __expf(-gates[i])) * ups[i];
+                store_activations(output, first_token + token, row / WARP + block, value);
+            }
         }
     } else {
-        for (unsigned index = threadIdx.x;; index += THREADS) {
-            const unsigned token = index / ROWS * SHARERS + share, offset = index % ROWS;
-            if (token >= num_tokens) break;
-            if (row + offset >= part.rows) continue;
-            const float value = product(offset, token);
-            const size_t at = (size_t)(first_token + token) * output.columns + part.first_row + row + offset;
-            if constexpr (EPILOGUE == Epilogue::Add) {
-                output.values[at] += value;
-            } else {
-                if (output.values != nullptr) output.values[at] = value;
-                if (output.halves != nullptr) output.halves[at] = output.is_bfloat ? to_bfloat(value) : to_half(value);
+        const auto token_of = [&](unsigned index) { return index / ROWS * SHARERS + share; };
+        for (unsigned first = threadIdx.x; token_of(first) < num_tokens; first += THREADS * TOGETHER) {
+            float values[TOGETHER];
+            size_t places[TOGETHER];
+            bool is_wanted[TOGETHER];
+#pragma unroll
+            for (unsigned i = 0; i < TOGETHER; ++i) {
+                const unsigned index = first + i * THREADS, token = token_of(index), offset = index % ROWS;
+                is_wanted[i] = token < num_tokens && row + offset < part.rows;
+                places[i] = (size_t)(first_token + token) * output.columns + part.first_row + row + offset;
+                values[i] = EPILOGUE == Epilogue::Add && is_wanted[i] ? output.values[places[i]] : 0.0f;
+            }
+#pragma unroll
+            for (unsigned i = 0; i < TOGETHER; ++i) {
+                const unsigned index = first + i * THREADS;
+                if (is_wanted[i]) values[i] += product(index % ROWS, token_of(index));
+            }
+#pragma unroll
+            for (unsigned i = 0; i < TOGETHER; ++i) {
+                if (!is_wanted[i]) continue;
+                if (output.values != nullptr) output.values[places[i]] = values[i];
+                if (EPILOGUE == Epilogue::Store && output.halves != nullptr) {
+                    output.halves[places[i]] = output.is_bfloat ? to_bfloat(values[i]) : to_half(values[i]);
+                }
             }
         }
     }

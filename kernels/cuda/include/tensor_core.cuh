@@ -1,7 +1,7 @@
 // Tensor cores: f16 fragments, and how blocks of quantized weights become them.
 //
-// The 16 columns of a step need not be neighbours as long as both operands agree on them: step `i` of four blocks of 32
-// takes elements 4i..4i + 3 of each, so that lane `4 row + t` holds fragments of the one block `t` of its row.
+// The 16 columns of a step need not be neighbours as long as both operands agree on them: step `i` of a half of four blocks
+// of 32 may take word `i` of each, so that lane `4 row + t` holds fragments of the one block `t` of its row.
 
 #pragma once
 
@@ -57,42 +57,20 @@ __device__ __forceinline__ HalfScales half_scales(const LaneBlock<F>& block, uns
     return result;
 }
 
-// Elements 4j..4j + 3 of a lane's block as two pairs of f16.
+// The bytes of a word of quants that become its first and its second pair.
+constexpr uint32_t FIRST_PAIR = 0x4140, SECOND_PAIR = 0x4342;
+
+// A word of a block as two pairs of f16.
 template <class F>
-__device__ __forceinline__ void dequantize_word(const LaneBlock<F>& block, const HalfScales& scales, unsigned j,
-                                                uint32_t (&pairs)[2]) {
+__device__ __forceinline__ void dequantize_word(uint32_t word, uint32_t scale, uint32_t min, uint32_t (&pairs)[2],
+                                                uint32_t first = FIRST_PAIR, uint32_t second = SECOND_PAIR) {
     // 0x6400 is 1024, where f16 counts in ones: the byte below is added exactly, and what was too much taken away.
     constexpr uint32_t EXCESS = 0x6400 + (F::BITS == 8 ? 128 : F::OFFSET);
     constexpr uint32_t MINUS_EXCESS = (0x8000 | EXCESS) * 0x10001u;
-    const uint32_t word = F::BITS == 8 ? unpack_word(block, j) ^ 0x80808080u : unpack_word(block, j);
+    if constexpr (F::BITS == 8) word ^= 0x80808080u;
 #pragma unroll
     for (unsigned pair = 0; pair < 2; ++pair) {
-        const uint32_t quants = add_pairs(__byte_perm(word, 0x64646464u, pair == 0 ? 0x4140 : 0x4342), MINUS_EXCESS);
-        pairs[pair] = scale_pairs(quants, scales.scale[j / 4], F::HAS_MIN ? scales.min[j / 4] : 0);
+        const uint32_t quants = add_pairs(__byte_perm(word, 0x64646464u, pair == 0 ? first : second), MINUS_EXCESS);
+        pairs[pair] = scale_pairs(quants, scale, F::HAS_MIN ? min : 0);
     }
-}
-
-// Swaps neighbouring fields of two bits.
-__device__ __forceinline__ void swap_fields(uint32_t& word) { word = (word & 0x33333333u) << 2 | word >> 2 & 0x33333333u; }
-
-// Makes word `j ^ 2` of a block word `j`.
-template <class F>
-__device__ __forceinline__ void swap_word_pairs(LaneBlock<F>& block) {
-    const auto swap = [](uint32_t& a, uint32_t& b) {
-        const uint32_t old = a;
-        a = b;
-        b = old;
-    };
-    if constexpr (F::BITS >= 4) {
-#pragma unroll
-        for (unsigned i = 0; i < F::LOW * 2; i += 4) {
-            swap(block.low[i], block.low[i + 2]);
-            swap(block.low[i + 1], block.low[i + 3]);
-        }
-    } else {
-        swap_fields(block.low[0]);
-        swap_fields(block.low[1]);
-    }
-    if constexpr (F::HIGH > 0) swap_fields(block.high[0]);
-    if constexpr (F::HIGH == 4) swap_fields(block.high[1]);
 }

@@ -9,8 +9,9 @@
 //   high    3, 5 bits: [row][t][2 x 4 bytes]; 6 bits: [row][t][2 x 8 bytes]
 //   scales  Half, HalfMin: [row][t][2 x f16 d (, f16 m)]; Single: [row][f32 d]; SixBit: [row][f16 d, f16 m, 96 bits];
 //           FourBit: [row][t][4 x (scale | min << 4)], [row][f16 d, f16 m]; Signed: [row][t][4 x int8], [row][f16 d]
-// padded to 32 bytes. Word `j` of a block is its elements `4j..4j + 3`, a byte each: with 4 and more bits nibble `j / 4`
-// of low word `j % 4`, with less bits `2 (j / 2)..` of low word `j % 2`; its high bits are bit `j` of each byte of the one
+// padded to 32 bytes. Word `j` of a block is elements 2t, 2t + 1, 2t + 8, 2t + 9 of its half `j / 4`, `t = j % 4`: what
+// lane `t` holds of 16 columns of a tensor core's A operand. They are a byte each: with 4 and more bits nibble `j / 4` of low
+// word `j % 4`, with less bits `2 (j / 2)..` of low word `j % 2`; its high bits are bit `j` of each byte of the one
 // high word, or bits `2 (j / 2)..` of high word `j % 2`. 8 bits are signed. The 96 bits are 24 for each `t`: scale and min
 // of block t, then of block t + 4.
 //
@@ -235,7 +236,7 @@ __device__ __forceinline__ void copy16_or_zeros(uint8_t* to, const uint8_t* from
                  :: "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(is_wanted ? 16 : 0) : "memory");
 }
 
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most `PENDING` of this thread's groups of copies are under way.
 template <unsigned PENDING>

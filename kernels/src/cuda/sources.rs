@@ -25,6 +25,7 @@ pub const SOURCES: &[&Source] = &[
     &attention::decode::SOURCE,
     &attention::prefill::HOPPER_SOURCE,
     &attention::prefill::SOURCE,
+    &batch::HOPPER_SOURCE,
     &batch::SOURCE,
     &convert::SOURCE,
     &dense::SOURCE,
@@ -42,6 +43,7 @@ pub const SOURCES: &[&Source] = &[
 pub const HEADERS: &[(&str, &str)] = &[
     ("activations.cuh", include_str!("../../cuda/include/activations.cuh")),
     ("attention.cuh", include_str!("../../cuda/include/attention.cuh")),
+    ("cluster.cuh", include_str!("../../cuda/include/cluster.cuh")),
     ("decode_work.cuh", include_str!("../../cuda/include/decode_work.cuh")),
     ("gumbel.cuh", include_str!("../../cuda/include/gumbel.cuh")),
     ("half_mma.cuh", include_str!("../../cuda/include/half_mma.cuh")),

@@ -1,4 +1,4 @@
-//! Quantized weights times many tokens, on tensor cores. Device code: `cuda/batch.cu`.
+//! Quantized weights times many tokens, on tensor cores. Device code: `cuda/batch.cu`, on Hopper `cuda/batch_hopper.cu`.
 //! For: batched decode and short prompts. Invariant: as `matvec`.
 
 use super::{
@@ -22,6 +22,18 @@ pub const SOURCE: Source = Source {
     ],
 };
 
+/// Device code for Hopper.
+pub const HOPPER_SOURCE: Source = Source {
+    name: "batch_hopper.cu",
+    text: include_str!("../../../cuda/batch_hopper.cu"),
+    variants: &[
+        &["-DFORMATS=Q4_0,Q4_1,Q5_0", "-DTOKENS=16", "-DSTAGES=4", "-DCLUSTER=1", "-DEPILOGUE=Store"],
+        &["-DFORMATS=Q5_1,Q8_0,Q2_K", "-DTOKENS=32", "-DSTAGES=3", "-DCLUSTER=1", "-DEPILOGUE=Add"],
+        &["-DFORMATS=Q3_K,Q4_K,Q5_K", "-DTOKENS=64", "-DSTAGES=2", "-DCLUSTER=1", "-DEPILOGUE=SwiGlu"],
+        &["-DFORMATS=Q6_K,Q8_K", "-DTOKENS=128", "-DSTAGES=2", "-DCLUSTER=1", "-DEPILOGUE=SwiGlu"],
+    ],
+};
+
 const NUM_THREADS: u32 = 256;
 /// Rows of a block, and outputs that a block of SwiGLU makes.
 const ROWS: usize = 128;
@@ -35,14 +47,24 @@ const MIN_TOKENS: usize = 8;
 const MAX_TOKENS: usize = 128;
 /// Tokens up to which two warps of a set share the columns, each with sums of its own.
 const MAX_DEEP_TOKENS: usize = 64;
+/// Tokens up to which two blocks share a multiprocessor.
+const MAX_SHARED_TOKENS: usize = 64;
+/// Tiles of rows that are long enough for blocks in two waves.
+const MANY_TILES: usize = 32;
 const MAX_STAGES: usize = 4;
 const MAX_CLUSTER: usize = 8;
-/// Bytes of shared memory that the system takes of each block.
-const RESERVED_BYTES: usize = 1 << 10;
+/// Bytes of shared memory that the system and the stages' border take of each block.
+const RESERVED_BYTES: usize = 2 << 10;
+/// Border of what Hopper's tensor cores read in shared memory.
+const BORDER: usize = 1 << 10;
+/// Tokens of the smallest piece on Hopper, and up to which the other kernel is faster there.
+const MIN_HOPPER_TOKENS: usize = 16;
+const MAX_SHALLOW_TOKENS: usize = 8;
 
 /// Shape of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Shape {
+    is_hopper: bool,
     tokens: usize,
     stages: usize,
     cluster: usize,
@@ -50,34 +72,47 @@ struct Shape {
 
 impl Shape {
     fn of(gpu: &Gpu, layer: &LayerView, num_units: usize, num_tokens: usize) -> Self {
-        let tokens = num_tokens.next_power_of_two().clamp(MIN_TOKENS, MAX_TOKENS);
-        let num_blocks = num_units * num_tokens.div_ceil(tokens);
         let limits = gpu.limits();
-        let shared_bytes = limits.max_shared_bytes as usize;
-        let stages_of = |num_bytes: usize| (num_bytes / stage_bytes(layer, tokens)).min(MAX_STAGES);
-        // Two blocks on a multiprocessor hide each other's waits.
-        let shared = (shared_bytes - RESERVED_BYTES) / 2;
-        let stages = if stages_of(shared) >= 2 { stages_of(shared) } else { stages_of(shared_bytes).max(2) };
-        let mut cluster = 1;
+        let is_hopper = limits.compute_capability == (9, 0) && num_tokens > MAX_SHALLOW_TOKENS;
+        let min_tokens = if is_hopper { MIN_HOPPER_TOKENS } else { MIN_TOKENS };
+        let tokens = num_tokens.next_power_of_two().clamp(min_tokens, MAX_TOKENS);
+        let mut shape = Self { is_hopper, tokens, stages: 2, cluster: 1 };
+        let num_blocks = num_units * num_tokens.div_ceil(tokens);
+        let (stage_bytes, shared_bytes) = (shape.stage_bytes(layer), limits.max_shared_bytes as usize);
+        // Two blocks on a multiprocessor hide each other's waits, if registers and shared memory are enough for both.
+        let half = (shared_bytes / 2).saturating_sub(RESERVED_BYTES);
+        let is_shared = tokens <= MAX_SHARED_TOKENS && half / stage_bytes >= 2;
+        let available = if is_shared { half } else { shared_bytes.saturating_sub(RESERVED_BYTES) };
+        shape.stages = (available / stage_bytes).clamp(2, MAX_STAGES);
+        let blocks_each = if is_shared || layer.num_tiles() >= MANY_TILES { 2 } else { 1 };
+        let room = blocks_each * limits.num_multiprocessors as usize;
         while limits.has_overlapped_launch()
-            && cluster < MAX_CLUSTER
-            && num_blocks * cluster < limits.num_multiprocessors as usize
-            && layer.num_tiles() >= 4 * cluster
+            && shape.cluster < MAX_CLUSTER
+            && num_blocks * shape.cluster * 2 <= room
+            && layer.num_tiles() >= 4 * shape.cluster
         {
-            cluster *= 2;
+            shape.cluster *= 2;
         }
-        Self { tokens, stages, cluster }
+        shape
+    }
+
+    fn stage_bytes(self, layer: &LayerView) -> usize {
+        let weights = GROUPS * layer.max_tile_bytes();
+        let border = if self.is_hopper { BORDER } else { 1 };
+        weights.next_multiple_of(border) + self.tokens * TOKEN_BYTES
     }
 
     fn shared_bytes(self, layer: &LayerView) -> usize {
-        let depth = if self.tokens <= MAX_DEEP_TOKENS { 2 } else { 1 };
+        let depth = if !self.is_hopper && self.tokens <= MAX_DEEP_TOKENS { 2 } else { 1 };
         let sums = depth * self.tokens * (ROWS + 4) * size_of::<f32>();
-        (self.stages * stage_bytes(layer, self.tokens)).max(sums)
+        let border = if self.is_hopper { BORDER } else { 0 };
+        (self.stages * self.stage_bytes(layer)).max(sums) + border
     }
 }
 
-fn stage_bytes(layer: &LayerView, tokens: usize) -> usize {
-    GROUPS * layer.max_tile_bytes() + tokens * TOKEN_BYTES
+/// Most tokens for which this is faster than cuBLAS over weights that become f16 in memory.
+pub(super) fn max_tokens(gpu: &Gpu) -> usize {
+    if gpu.limits().compute_capability == (9, 0) { 1024 } else { MAX_TOKENS }
 }
 
 /// Launches the product of a quantized layer and rows of f16.
@@ -100,7 +135,8 @@ pub(super) fn launch(
         format!("-DCLUSTER={}", shape.cluster),
         format!("-DEPILOGUE={}", target.name()),
     ];
-    let kernel = gpu.kernel(&SOURCE, &options, "batch")?;
+    let source = if shape.is_hopper { &HOPPER_SOURCE } else { &SOURCE };
+    let kernel = gpu.kernel(source, &options, "batch")?;
     let shared_bytes = shape.shared_bytes(layer) as u32;
     kernel.allow_shared_bytes(gpu, shared_bytes)?;
     let grid = [(num_units * shape.cluster) as u32, num_tokens.div_ceil(shape.tokens) as u32, 1];

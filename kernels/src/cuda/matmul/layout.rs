@@ -91,10 +91,9 @@ impl Layout {
     /// Packs 32 columns, number `part` of a block of the file, as block `block` of a row of a tile.
     fn pack_block(self, row: usize, block: usize, part: usize, parts: &BlockParts, tile: &mut [u8]) {
         let (half, lane) = (block / 4, 4 * row + block % 4);
-        let Some(mut quants) = parts.quants.as_chunks::<ACTIVATION_BLOCK>().0.get(part).copied() else { return };
-        if self.bits == 8 {
-            quants.iter_mut().for_each(|quant| *quant ^= 0x80);
-        }
+        let Some(source) = parts.quants.as_chunks::<ACTIVATION_BLOCK>().0.get(part) else { return };
+        let sign = if self.bits == 8 { 0x80 } else { 0 };
+        let quants = std::array::from_fn(|place| source[element_at(place)] ^ sign);
         let (bits, low) = (self.bits, 16 * lane);
         planes(bits, &quants, |plane, word| {
             let at = match (bits, plane) {
@@ -140,6 +139,11 @@ impl Layout {
             }
         }
     }
+}
+
+/// The element of a block that is byte `place % 4` of word `place / 4`.
+fn element_at(place: usize) -> usize {
+    place / 16 * 16 + place % 16 / 4 * 2 + place % 4 / 2 * 8 + place % 2
 }
 
 #[cfg(test)]

@@ -59,6 +59,14 @@ pub const SOURCE: Source = Source {
 const GROUP_ROWS: usize = 8;
 const SWIGLU_OUTPUTS: usize = 32;
 
+/// Tiles of formats of up to 5 bits.
+const SMALL_TILE_BYTES: usize = 1536;
+/// Rows of layers that fill a GPU several times, and that do not fill it with blocks of 8 rows.
+const MANY_ROWS: usize = 16384;
+const FEW_ROWS: usize = 5120;
+/// Tiles of long rows.
+const MANY_TILES: usize = 32;
+
 /// Shape of a block: `sets * splits` warps, each with `groups` groups of 8 rows and a ring of `stages` tiles for each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Shape {
@@ -71,15 +79,16 @@ struct Shape {
 impl Shape {
     /// What was fastest on an H200 for layers of about that size.
     fn of(layer: &LayerView, target: Target) -> Self {
-        let num_tiles = layer.num_tiles();
-        if target == Target::SwiGlu {
-            return Self { groups: 1, sets: 8, splits: 1, stages: 4 };
-        }
-        match (layer.num_rows(), num_tiles) {
-            (16384.., _) => Self { groups: 1, sets: 1, splits: 4, stages: 2 },
-            (_, 32..) => Self { groups: 1, sets: 1, splits: 8, stages: 2 },
-            _ => Self { groups: 2, sets: 1, splits: 8, stages: 1 },
-        }
+        let is_small = layer.max_tile_bytes() <= SMALL_TILE_BYTES;
+        let (groups, sets, splits, stages) = match (target, layer.num_rows(), layer.num_tiles()) {
+            (Target::SwiGlu, ..) if is_small => (4, 2, 2, 1),
+            (Target::SwiGlu, ..) => (1, 8, 2, 1),
+            (_, MANY_ROWS.., _) => (1, 1, 4, 2),
+            (_, _, MANY_TILES..) | (_, ..=FEW_ROWS, _) => (1, 2, 8, 1),
+            _ if is_small => (2, 1, 8, 1),
+            _ => (1, 1, 4, 2),
+        };
+        Self { groups, sets, splits, stages }
     }
 
     fn rows(self) -> usize {

@@ -41,9 +41,6 @@ pub const MAX_MATVEC_TOKENS: usize = 2;
 const MAX_PLAIN_TOKENS: usize = 1;
 /// Tokens of the largest launch of [`plain`].
 const PLAIN_PIECE_TOKENS: usize = 8;
-/// Tokens of the largest launch of [`mod@batch`] where there is cuBLAS: with more, writing weights as f16 pays.
-const MAX_BATCH_TOKENS: usize = 128;
-
 /// What happens to the product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Target {
@@ -158,7 +155,7 @@ impl Matmul {
         output: ActivationView,
     ) -> Result<(), KernelError> {
         let is_quantized = layer.plain_type().is_none();
-        let is_dense = num_tokens > if is_quantized { MAX_BATCH_TOKENS } else { MAX_PLAIN_TOKENS };
+        let is_dense = num_tokens > if is_quantized { batch::max_tokens(&self.gpu) } else { MAX_PLAIN_TOKENS };
         if let Some(blas) = self.blas.as_ref().filter(|_| is_dense && dense::takes(layer.plain_type(), &input)) {
             return Dense { gpu: &self.gpu, blas, layer, num_tokens, input, output }.launch(target);
         }
