@@ -243,7 +243,7 @@ async fn a_wrong_hash_leaves_nothing_under_the_name() {
     let text = error.to_string();
     assert!(text.contains(&sha256(&file())) && text.contains(&"a".repeat(64)), "{text}");
     assert!(!folder.path().join("m").exists());
-    assert_eq!(std::fs::metadata(folder.path().join("m.partial")).expect("part").len(), 0);
+    assert!(!folder.path().join("m.partial").exists());
     let options = FetchOptions { sha256: Some("abc".into()), ..options };
     assert!(matches!(
         pull("http://127.0.0.1:1/m", folder.path(), &options).await,

@@ -48,12 +48,16 @@ pub(super) fn measure_read_bandwidth(team: &Team) -> f64 {
     buffer.bytes_mut().fill(1);
     let values = buffer.values::<f32>();
     team.stay_awake(|| {
-        team.run(&|_| ());
-        let start = Instant::now();
-        team.for_chunks(values.len(), 1 << 16, &|range| {
-            std::hint::black_box(sum_bits(&values[range]));
-        });
-        PROBE_BYTES as f64 / start.elapsed().as_secs_f64().max(1e-9)
+        let mut best = f64::INFINITY;
+        // The first pass wakes the team, and others may disturb any of them.
+        for _ in 0..3 {
+            let start = Instant::now();
+            team.for_chunks(values.len(), 1 << 16, &|range| {
+                std::hint::black_box(sum_bits(&values[range]));
+            });
+            best = best.min(start.elapsed().as_secs_f64().max(1e-9));
+        }
+        PROBE_BYTES as f64 / best
     })
 }
 

@@ -68,7 +68,7 @@ struct Settings {
     /// Tokens in a KV block [default: 32]
     #[arg(long, env = "LOCKSTEP_BLOCK_SIZE", value_name = "N")]
     block_size: Option<usize>,
-    /// KV blocks of a replica [default: what the sequences need, bounded by memory]
+    /// KV blocks of a replica [default: all memory that is free, up to what --max-num-sequences need]
     #[arg(long, env = "LOCKSTEP_NUM_KV_BLOCKS", value_name = "N")]
     num_kv_blocks: Option<usize>,
     /// A worker is lost when it was silent for so long [default: 2]
