@@ -79,8 +79,8 @@ run() {
         local name
         name=$(basename "$executable")
         say "bench $name"
-        timeout 600 "$executable" --bench >"$results/logs/$name" 2>&1 || { failed=1; tail -20 "$results/logs/$name" >&2; }
-        while read -r line; do benches+=("$name $line"); done <"$results/logs/$name"
+        timeout 600 "$executable" --bench >"$results/logs/bench_$name" 2>&1 || { failed=1; tail -20 "$results/logs/bench_$name" >&2; }
+        while read -r line; do benches+=("$name $line"); done <"$results/logs/bench_$name"
     done
 
     local shape=${SHAPE:-llama-8b}

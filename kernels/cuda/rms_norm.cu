@@ -1,6 +1,6 @@
 // RMS norm: output[t] = input[t] / sqrt(mean(input[t]^2) + epsilon) * weight, one block a token, in the forms that the
 // next matmul reads. Source: Zhang and Sennrich 2019.
-// A thread has CHUNKS times four consecutive columns, so that eight lanes share a block of 32 and write whole words.
+// A thread has CHUNKS times four consecutive columns, so that eight lanes share a block of 32 and write pairs.
 // -DCHUNKS: 1 to 4.
 // Launch: [num_tokens] blocks of a multiple of 32 threads, at least width / (4 CHUNKS) of them; width a multiple of 4.
 
@@ -26,12 +26,12 @@ __device__ __forceinline__ void quantize_four(const float (&values)[4], unsigned
     const float largest = block_max(own);
     const float inverse = largest > 0.0f ? __fdiv_rn(127.0f, largest) : 0.0f;
     int sum = 0;
-    uint32_t word = 0;
+    uint16_t pairs[2] = {0, 0};
 #pragma unroll
     for (unsigned index = 0; index < 4; ++index) {
         const int quant = __float2int_rn(__fmul_rn(values[index], inverse));
         sum += quant;
-        word |= (uint32_t)(quant & 255) << 8 * index;
+        pairs[index / 2] |= (uint16_t)((quant & 255) << 8 * (index % 2));
     }
     // The four lanes of a half.
     sum += __shfl_xor_sync(FULL_MASK, sum, 1);
@@ -39,7 +39,11 @@ __device__ __forceinline__ void quantize_four(const float (&values)[4], unsigned
     const int other = __shfl_xor_sync(FULL_MASK, sum, LANES / 2);
     if (!is_inside) return;
     ActivationTile& tile = tiles[block / 8];
-    *(uint32_t*)&tile.quants[place / 4][block % 8][place % 4 * 4] = word;
+    int8_t* half = tile.quants[place / 4][block % 8];
+#pragma unroll
+    for (unsigned pair = 0; pair < 2; ++pair) {
+        *(uint16_t*)&half[place_in_half(place % 4 * 4 + 2 * pair)] = pairs[pair];
+    }
     if (place == 0) {
         ActivationTile::Block scale;
         scale.scale = __fmul_rn(largest, 1.0f / 127.0f);

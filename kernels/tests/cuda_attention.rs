@@ -306,7 +306,8 @@ fn dequantize(tiles: &DeviceBuffer, len: usize, columns: usize) -> Vec<f32> {
         let (token, column) = (index / columns, index % columns);
         let (tile, block, place) = (column / 256, column % 256 / 32, column % 32);
         let tile = &bytes[(token * per_row + tile) * TILE..][..TILE];
-        let quant = tile[place / 16 * 128 + block * 16 + place % 16] as i8;
+        let place_in_half = place % 8 / 2 * 4 + place % 16 / 8 * 2 + place % 2;
+        let quant = tile[place / 16 * 128 + block * 16 + place_in_half] as i8;
         let scale = f32::from_le_bytes(tile[256 + block * 8..][..4].try_into().unwrap());
         scale * f32::from(quant)
     };

@@ -7,6 +7,7 @@
 
 mod blocks;
 mod gpu;
+mod tiles;
 
 use std::sync::Arc;
 
@@ -16,18 +17,17 @@ use lockstep_formats::GgmlType;
 use lockstep_kernels::{
     cuda::{
         Activations, Forms, Gpu, HalfType, StepInputs,
-        activations::TILE_COLUMNS,
         matmul::{CudaLinear, EmbedCall, Matmul, MatmulCall, Target},
     },
     ops::{Epilogue, HostMatrix},
-    quant::{dequantize, quantize_block},
+    quant::dequantize,
     reference::matmul::{matmul, round_activations},
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
+use tiles::tiles_of;
 
 const ROUNDING: f64 = 1e-5;
 const HALF_ROUNDING: f64 = 2e-3;
-const TILE_BYTES: usize = 320;
 
 /// Random activations, some of them large as real ones are.
 fn random_values(len: usize, seed: u64) -> Vec<f32> {
@@ -37,30 +37,6 @@ fn random_values(len: usize, seed: u64) -> Vec<f32> {
         if random.random_bool(0.02) { value * 10.0 } else { value }
     };
     (0..len).map(|_| value()).collect()
-}
-
-/// Rows of tiles, as `cuda/include/activations.cuh` lays them out.
-fn tiles_of(values: &[f32], columns: usize) -> Vec<u8> {
-    let row_bytes = columns.div_ceil(TILE_COLUMNS) * TILE_BYTES;
-    let mut tiles = vec![0; values.len() / columns * row_bytes];
-    for (row, values) in tiles.chunks_exact_mut(row_bytes).zip(values.chunks_exact(columns)) {
-        for (index, block) in values.as_chunks::<32>().0.iter().enumerate() {
-            let tile = &mut row[index / 8 * TILE_BYTES..][..TILE_BYTES];
-            let (scale, quants) = quantize_block(block);
-            let scales_at = 256 + index % 8 * 8;
-            tile[scales_at..scales_at + 4].copy_from_slice(&scale.to_le_bytes());
-            for half in 0..2 {
-                let quants = &quants[16 * half..][..16];
-                let sum: i16 = quants.iter().map(|quant| i16::from(*quant)).sum();
-                tile[scales_at + 4 + 2 * half..][..2].copy_from_slice(&sum.to_le_bytes());
-                for (element, quant) in quants.iter().enumerate() {
-                    let place = element % 8 / 2 * 4 + element % 2 + element / 8 * 2;
-                    tile[128 * half + index % 8 * 16 + place] = *quant as u8;
-                }
-            }
-        }
-    }
-    tiles
 }
 
 fn halves_of(values: &[f32], half_type: HalfType) -> Vec<u16> {

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, missing_docs, reason = "a failure is what a test reports")]
 
 mod gpu;
+mod tiles;
 
 use std::sync::Arc;
 
@@ -12,13 +13,10 @@ use lockstep_kernels::{
         Activations, Forms, HalfType,
         rms_norm::{RmsNorm, RmsNormCall},
     },
-    quant::quantize_block,
     reference,
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
-
-/// Columns of a tile and bytes of it.
-const TILE: (usize, usize) = (256, 320);
+use tiles::tiles_of;
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
@@ -56,30 +54,8 @@ fn norm_agrees_with_the_oracle_in_every_form() {
             assert_eq!(half, want, "width {width}: {value}");
         }
         if let Some(tiles) = &output.tiles {
-            check_tiles(&gpu::download(tiles, tiles.num_bytes()), width, &got);
-        }
-    }
-}
-
-/// Tiles equal the host's quantization bit for bit; what is past a row's end is zero.
-fn check_tiles(tiles: &[u8], width: usize, values: &[f32]) {
-    let row_bytes = width.div_ceil(TILE.0) * TILE.1;
-    for (tiles, values) in tiles.chunks(row_bytes).zip(values.chunks(width)) {
-        for block in 0..row_bytes / TILE.1 * 8 {
-            let (tile, block_in_tile) = (&tiles[block / 8 * TILE.1..][..TILE.1], block % 8);
-            let values: [f32; 32] =
-                values.get(32 * block..).and_then(|rest| rest.first_chunk().copied()).unwrap_or([0.0; 32]);
-            let (scale, quants) = quantize_block(&values);
-            let mut sums = [0_i16; 2];
-            for half in 0..2 {
-                let got: Vec<i8> =
-                    tile[128 * half + 16 * block_in_tile..][..16].iter().map(|byte| *byte as i8).collect();
-                assert_eq!(got, quants[16 * half..][..16]);
-                sums[half] = got.iter().map(|quant| i16::from(*quant)).sum();
-            }
-            let header = &tile[256 + 8 * block_in_tile..][..8];
-            assert_eq!(header[..4], scale.to_le_bytes());
-            assert_eq!(header[4..], [sums[0].to_le_bytes(), sums[1].to_le_bytes()].concat());
+            let tiles: Vec<u8> = gpu::download(tiles, tiles.num_bytes());
+            assert!(tiles == tiles_of(&got, width), "tiles of width {width}");
         }
     }
 }

@@ -48,6 +48,11 @@ __device__ __forceinline__ uint16_t to_bfloat(float value) {
     return half;
 }
 
+// Byte of element `element` in its half of a block; elements 2n and 2n + 1 lie side by side.
+__device__ __forceinline__ unsigned place_in_half(unsigned element) {
+    return element % 8 / 2 * 4 + element / 8 * 2 + element % 2;
+}
+
 // Quantizes 32 values, one a lane of a full warp along x, into block `block` of a token's tiles.
 __device__ __forceinline__ void quantize_block(float value, unsigned block, ActivationTile* tiles) {
     const unsigned lane = threadIdx.x % WARP;
@@ -58,8 +63,7 @@ __device__ __forceinline__ void quantize_block(float value, unsigned block, Acti
     // Both halves in one reduction: the second one's sum is in the upper 16 bits.
     const int both = __reduce_add_sync(FULL_MASK, lane < 16 ? quant : quant * 65536);
     ActivationTile& tile = tiles[block / 8];
-    const unsigned place = lane % 8 / 2 * 4 + lane % 2 + lane % 16 / 8 * 2;
-    tile.quants[lane / 16][block % 8][place] = (int8_t)quant;
+    tile.quants[lane / 16][block % 8][place_in_half(lane % 16)] = (int8_t)quant;
     if (lane == 0) {
         ActivationTile::Block scale;
         scale.scale = __fmul_rn(largest, 1.0f / 127.0f);
