@@ -328,11 +328,8 @@ fn unloading_waits_for_the_load_that_it_ends() {
         harness.heartbeat(|_| true).await;
         let heartbeat = harness.heartbeat(|_| true).await;
         assert!(heartbeat.replicas.is_empty(), "{heartbeat:?}");
-        let ended = async {
-            while let Ok(Some(message)) = progress.message().await {
-                assert!(!message.ready)
-            }
-        };
+        // The load may have been ready before; either way its stream is at its end.
+        let ended = async { while let Ok(Some(_)) = progress.message().await {} };
         tokio::time::timeout(WAIT, ended).await.unwrap();
         harness.shutdown.cancel();
         tokio::time::timeout(WAIT, harness.worker).await.unwrap().unwrap().unwrap();
