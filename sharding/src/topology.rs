@@ -67,6 +67,13 @@ pub struct LinkSpec {
     pub bytes_per_second: f64,
 }
 
+impl LinkSpec {
+    /// TCP between processes of one host.
+    pub const TCP_LOOPBACK: Self = Self { latency_seconds: 15e-6, bytes_per_second: 1.7e9 };
+    /// TCP between hosts, ten gigabits a second.
+    pub const TCP_ETHERNET: Self = Self { latency_seconds: 50e-6, bytes_per_second: 1.1e9 };
+}
+
 /// A device that is known by name. Memory is that of an idle device; rates are sustained ones, about nine tenths of the
 /// data sheet's bandwidth and what quantized matmul reaches of its arithmetic.
 struct Kind {
@@ -80,18 +87,16 @@ struct Kind {
 
 const NVLINK: LinkSpec = LinkSpec { latency_seconds: 5e-6, bytes_per_second: 300e9 };
 const PCIE: LinkSpec = LinkSpec { latency_seconds: 10e-6, bytes_per_second: 20e9 };
-const LOOPBACK: LinkSpec = LinkSpec { latency_seconds: 15e-6, bytes_per_second: 1.7e9 };
 const FABRIC: LinkSpec = LinkSpec { latency_seconds: 25e-6, bytes_per_second: 20e9 };
-const ETHERNET: LinkSpec = LinkSpec { latency_seconds: 50e-6, bytes_per_second: 1.1e9 };
 
 const KINDS: [Kind; 7] = [
     kind("h200", 150e9, 4.5e12, 600e12, NVLINK, FABRIC),
     kind("h100", 85e9, 3.0e12, 600e12, NVLINK, FABRIC),
     kind("a100-80g", 85e9, 1.8e12, 220e12, NVLINK, FABRIC),
     kind("l40s", 48e9, 0.78e12, 250e12, PCIE, FABRIC),
-    kind("rtx4090", 25e9, 0.92e12, 250e12, PCIE, ETHERNET),
-    kind("m2-ultra", 155e9, 0.7e12, 25e12, PCIE, ETHERNET),
-    kind("cpu", 16e9, 20e9, 0.4e12, LOOPBACK, ETHERNET),
+    kind("rtx4090", 25e9, 0.92e12, 250e12, PCIE, LinkSpec::TCP_ETHERNET),
+    kind("m2-ultra", 155e9, 0.7e12, 25e12, PCIE, LinkSpec::TCP_ETHERNET),
+    kind("cpu", 16e9, 20e9, 0.4e12, LinkSpec::TCP_LOOPBACK, LinkSpec::TCP_ETHERNET),
 ];
 
 const fn kind(
@@ -271,7 +276,7 @@ mod tests {
         assert_eq!(topology.devices[15].local_rank, 7);
         // A slow device slows only the links that it takes part in.
         assert_eq!((topology.link(&[0, 1]), topology.link(&[7, 8])), (NVLINK, FABRIC));
-        assert_eq!(topology.link(&[15, 16]), ETHERNET);
+        assert_eq!(topology.link(&[15, 16]), LinkSpec::TCP_ETHERNET);
     }
 
     #[test]

@@ -22,8 +22,8 @@ pub struct WorkerConfig {
     pub advertise_host: String,
     /// Devices (ranks) of this worker.
     pub devices: DeviceSettings,
-    /// Memory that this worker's devices may use together; `None`: all that a GPU has, 90 % of what is available to the
-    /// processor at start.
+    /// Memory that this worker's devices may use together; `None`: 90 % of what is free at start, of a GPU or of
+    /// the machine.
     pub memory_bytes: Option<u64>,
     /// Longest wait for the others inside an all-reduce.
     pub collective_timeout: Duration,

@@ -268,6 +268,8 @@ impl Reconciler {
                         Event::Described { model: name, outcome: worker_calls::describe(client, source).await }
                     });
                 }
+                // One plan at a time: the next must see what this one takes.
+                (Some(_), _) if self.models.values().any(|model| model.is_busy && model.description.is_some()) => {}
                 (Some(description), _) => {
                     let replicas: Vec<&Replica> =
                         self.models.values().flat_map(|model| &model.replicas).map(Arc::as_ref).collect();

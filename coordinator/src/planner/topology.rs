@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use lockstep_proto::v1;
-use lockstep_sharding::{DeviceSpec, Topology};
+use lockstep_sharding::{DeviceSpec, LinkSpec, Topology};
 
 use crate::{
     cluster::WorkerRecord,
@@ -50,7 +50,8 @@ pub fn topology<'a>(
         }
     }
     equalize(&mut devices);
-    Topology { devices, intra_host: None, inter_host: None }
+    // Ranks meet over TCP whatever their devices are linked by.
+    Topology { devices, intra_host: Some(LinkSpec::TCP_LOOPBACK), inter_host: Some(LinkSpec::TCP_ETHERNET) }
 }
 
 /// Memory that several devices of a host claim; each of its workers may have measured all of it as its own.

@@ -185,7 +185,11 @@ fn hello(
         v1::WorkerDevice {
             name: info.name.clone(),
             reason: devices.reason().to_owned(),
-            memory_bytes: own.unwrap_or(shared.map_or(usable_bytes(info.memory_bytes), |shared| shared / num_devices)),
+            memory_bytes: match (own, shared) {
+                (Some(own), Some(_)) => own,
+                (None, Some(shared)) => shared / num_devices,
+                (own, None) => own.unwrap_or(u64::MAX).min(usable_bytes(info.memory_bytes)),
+            },
             host_memory_bytes: shared.map_or(0, |shared| shared.max(limit.unwrap_or(0))),
             memory_bytes_per_second: info.memory_bytes_per_second,
             operations_per_second: info.operations_per_second,

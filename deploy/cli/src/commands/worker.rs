@@ -62,8 +62,8 @@ struct Settings {
     /// Threads of each of them [default: all cores divided by the devices]
     #[arg(long, env = "LOCKSTEP_THREADS_PER_DEVICE", value_name = "N")]
     threads_per_device: Option<usize>,
-    /// Memory for weights, KV blocks and activations of all devices, such as 16GiB [default: all of a GPU; 90 % of what is
-    /// available to the processor, of which what workers of one host claim beyond what it has is divided among them]
+    /// Memory for weights, KV blocks and activations of all devices, such as 16GiB [default: 90 % of what is free at
+    /// start, of a GPU or of the machine; what workers of one host claim of it beyond what it has is divided among them]
     #[arg(long, env = "LOCKSTEP_MEMORY", value_name = "SIZE")]
     memory: Option<ByteSize>,
     /// Longest wait for the other ranks that share a layer, inside a step [default: 30]

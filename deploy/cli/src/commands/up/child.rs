@@ -107,7 +107,8 @@ async fn copy_log(name: String, format: LogFormat, output: impl AsyncRead + Unpi
 
 /// A JSON log line with the name of the process that wrote it.
 fn named(name: &str, line: &str) -> String {
-    let mut value = serde_json::from_str(line).unwrap_or_else(|_| serde_json::json!({ "message": line }));
+    let object = serde_json::from_str(line).ok().filter(serde_json::Value::is_object);
+    let mut value = object.unwrap_or_else(|| serde_json::json!({ "message": line }));
     value["process"] = name.into();
     value.to_string()
 }

@@ -124,9 +124,15 @@ impl Worker {
         match self.restart {
             Some(at) if now >= at => {
                 let name = self.process.name().to_owned();
-                self.process = ChildProcess::start(&name, &self.arguments, log)?;
-                (self.started, self.restart) = (now, None);
-                Ok(true)
+                match ChildProcess::start(&name, &self.arguments, log) {
+                    Ok(process) => (self.process, self.started, self.restart) = (process, now, None),
+                    Err(error) => {
+                        // The others serve on.
+                        tracing::error!(worker = name, error = format!("{error:#}"), "cannot start a worker again");
+                        self.restart = Some(now + LAST_BACKOFF);
+                    }
+                }
+                Ok(self.restart.is_none())
             }
             Some(_) => Ok(false),
             None => {
