@@ -1,6 +1,6 @@
 //! The planner's task: compares what is wanted with what is there and starts the work that closes the gap.
 //! Invariants: plan epochs only grow, also over restarts; a device never holds two live replicas of one model;
-//! nothing is planned while parts are being freed; what a worker holds and nobody wants is freed.
+//! nothing is planned while a call that frees a part runs; what a worker holds and nobody wants is freed.
 
 use std::{
     collections::BTreeMap,

@@ -1,6 +1,7 @@
 //! The cluster as the planner may use it: devices of live workers, less what other models hold.
 //! Invariants: the order of the devices depends only on worker ids, so equal clusters give equal plans; what devices are
-//! promised of their host's memory, by this plan and by what other models hold, is never more than the host has.
+//! promised of their host's memory, by this plan and by what other models hold, is never more than the host has,
+//! as far as the workers that it is given tell: what others hold there, because they drain, is not known here.
 
 use std::collections::{BTreeMap, BTreeSet};
 
