@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use lockstep_sharding::{Explanation, PlanError, Policy};
+use lockstep_sharding::{Explanation, Policy};
 use tokio::{sync::oneshot, time::Instant};
 
 use crate::{
@@ -127,8 +127,8 @@ impl ModelState {
     }
 
     /// Notes that too few devices are there, which is no failure: more may come.
-    pub fn note_waiting_for_devices(&mut self, needed: &PlanError, now: Instant) {
-        let text = format!("waits for devices: {needed}");
+    pub fn note_waiting_for_devices(&mut self, shortage: &dyn std::fmt::Display, now: Instant) {
+        let text = format!("waits for devices: {shortage}");
         self.problem = Some(Problem::new(text.clone(), text).with_cause(self.last_break.as_ref()));
         self.retry_at = Some(now + DEVICES_POLL);
     }

@@ -1,9 +1,10 @@
 //! The planner's task: compares what is wanted with what is there and starts the work that closes the gap.
 //! Invariants: plan epochs only grow, also over restarts; a device never holds two live replicas of one model;
-//! nothing is planned while a call that frees a part runs; what a worker holds and nobody wants is freed.
+//! nothing is planned while a call that frees a part runs, nor with the devices of a worker that did not free one; what a
+//! worker holds and nobody wants is freed.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     future::Future,
     panic::AssertUnwindSafe,
     sync::Arc,
@@ -45,7 +46,7 @@ enum Event {
     Described { model: String, outcome: Result<Arc<ModelDescription>, String> },
     Planned { model: String, outcome: Result<(ShardPlan, Explanation), PlanError> },
     Loaded { replica: Arc<Replica>, outcome: Result<(), String> },
-    Unloaded { part: Part },
+    Unloaded { part: Part, is_freed: bool },
     Drained,
 }
 
@@ -202,10 +203,10 @@ impl Reconciler {
             if self.unloads.start(&part, now) {
                 let unloaded = part.clone();
                 let unload = async move {
-                    worker_calls::unload(client, &part).await;
-                    Event::Unloaded { part }
+                    let is_freed = worker_calls::unload(client, &part).await;
+                    Event::Unloaded { part, is_freed }
                 };
-                self.spawn(unload, |_| Event::Unloaded { part: unloaded });
+                self.spawn(unload, |_| Event::Unloaded { part: unloaded, is_freed: false });
             }
         }
     }
@@ -273,8 +274,13 @@ impl Reconciler {
                 (Some(description), _) => {
                     let replicas: Vec<&Replica> =
                         self.models.values().flat_map(|model| &model.replicas).map(Arc::as_ref).collect();
-                    let records = usable().filter_map(|(id, _)| live.get(id).map(|record| (id, record.as_ref())));
-                    let topology = topology::topology(&name, records, &replicas);
+                    let cluttered = self.cluttered_workers(live);
+                    let is_usable = |id: &String| usable().any(|(other, _)| other == id) && !cluttered.contains(id);
+                    let topology = topology::topology(&name, live, is_usable, &replicas);
+                    if topology.devices.is_empty() {
+                        self.note(&name, |model| model.note_waiting_for_devices(&"none is free", now));
+                        continue;
+                    }
                     let (description, policy) = (Arc::clone(description), model.missing_policy());
                     let options = self.config.plan_options;
                     self.attempt(name.clone(), async move {
@@ -294,6 +300,12 @@ impl Reconciler {
                 (None, None) => {}
             }
         }
+    }
+
+    /// Workers that still hold what nobody wants: an attempt to free it has failed.
+    fn cluttered_workers(&self, live: &Workers) -> BTreeSet<String> {
+        let unwanted = reports::unwanted_parts(&self.models, live);
+        unwanted.into_iter().filter(|part| !self.unloads.is_freed(part)).map(|part| part.worker_id).collect()
     }
 
     fn attempt(&mut self, name: String, task: impl Future<Output = Event> + Send + 'static) {
@@ -348,7 +360,7 @@ impl Reconciler {
                     }
                 }
             }),
-            Event::Unloaded { part } => self.unloads.end(&part, now),
+            Event::Unloaded { part, is_freed } => self.unloads.end(&part, is_freed, now),
             Event::Drained => {}
         }
     }

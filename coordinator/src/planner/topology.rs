@@ -1,7 +1,6 @@
 //! The cluster as the planner may use it: devices of live workers, less what other models hold.
 //! Invariants: the order of the devices depends only on worker ids, so equal clusters give equal plans; what devices are
-//! promised of their host's memory, by this plan and by what other models hold, is never more than the host has,
-//! as far as the workers that it is given tell: what others hold there, because they drain, is not known here.
+//! promised of their host's memory, by this plan and by what replicas hold there, is never more than the host has.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,38 +8,42 @@ use lockstep_proto::v1;
 use lockstep_sharding::{DeviceSpec, LinkSpec, Topology};
 
 use crate::{
-    cluster::WorkerRecord,
+    cluster::{WorkerRecord, Workers},
     served::{Member, Replica},
 };
 
-/// Devices for a plan of `model`: those of `workers` on which it has no live replica yet.
-pub fn topology<'a>(
+/// Devices for a plan of `model`: those of usable workers on which it has no live replica yet. Others count for what
+/// they hold of their host's memory.
+pub fn topology(
     model: &str,
-    workers: impl Iterator<Item = (&'a String, &'a WorkerRecord)>,
+    workers: &Workers,
+    is_usable: impl Fn(&String) -> bool,
     replicas: &[&Replica],
 ) -> Topology {
     let held = held_bytes(replicas);
-    let taken = taken_devices(model, replicas);
-    let workers: Vec<_> = workers.collect();
+    let mut taken = taken_devices(model, replicas);
+    for (worker_id, record) in workers.iter().filter(|(worker_id, _)| !is_usable(worker_id)) {
+        taken.extend((0..record.hello.devices.len()).map(|local_rank| (worker_id.clone(), local_rank)));
+    }
     let mut hosts: BTreeMap<&str, HostMemory> = BTreeMap::new();
-    for (worker_id, record) in &workers {
+    for (worker_id, record) in workers.iter() {
         for (local_rank, device) in record.hello.devices.iter().enumerate() {
-            let key = ((*worker_id).clone(), local_rank);
+            let key = (worker_id.clone(), local_rank);
             let held_here = held.get(&key).copied().unwrap_or(0);
             hosts.entry(&record.hello.host).or_default().add(device, held_here, taken.contains(&key));
         }
     }
     let mut devices = Vec::new();
-    for (worker_id, record) in &workers {
+    for (worker_id, record) in workers.iter() {
         for (local_rank, device) in record.hello.devices.iter().enumerate() {
-            let key = ((*worker_id).clone(), local_rank);
+            let key = (worker_id.clone(), local_rank);
             if taken.contains(&key) {
                 continue;
             }
             let own = device.memory_bytes.saturating_sub(held.get(&key).copied().unwrap_or(0));
             let host = hosts.get(record.hello.host.as_str()).filter(|_| device.host_memory_bytes > 0);
             devices.push(DeviceSpec {
-                worker_id: (*worker_id).clone(),
+                worker_id: worker_id.clone(),
                 local_rank,
                 host: record.hello.host.clone(),
                 name: device.name.clone(),
@@ -177,9 +180,11 @@ mod tests {
             enter("w5", "c", 600, 900),
         ];
         let workers = registry.watch().borrow().clone();
-        let devices = topology("m", workers.iter().map(|(id, record)| (id, &**record)), &[]).devices;
-        let memory: Vec<u64> = devices.iter().map(|device| device.memory_bytes).collect();
-        assert_eq!(memory, [540, 360, 700, 900, 300, 600]);
+        let memory = |is_usable: &dyn Fn(&String) -> bool| -> Vec<u64> {
+            topology("m", &workers, is_usable, &[]).devices.iter().map(|device| device.memory_bytes).collect()
+        };
+        assert_eq!(memory(&|_| true), [540, 360, 700, 900, 300, 600]);
+        assert_eq!(memory(&|id| id != "w0" && id != "w3"), [600, 700, 300, 600]);
     }
 
     #[test]

@@ -23,14 +23,20 @@ pub struct Part {
     pub replica: u32,
 }
 
+/// How a call ended.
+struct End {
+    at: Instant,
+    is_freed: bool,
+}
+
 /// Unload calls, by part, with their ends.
 #[derive(Default)]
-pub struct Unloads(BTreeMap<Part, Option<Instant>>);
+pub struct Unloads(BTreeMap<Part, Option<End>>);
 
 impl Unloads {
     /// Whether a call for `part` should start now; notes that it does.
     pub fn start(&mut self, part: &Part, now: Instant) -> bool {
-        self.0.retain(|_, ended| ended.is_none_or(|ended| now < ended + RETRY));
+        self.0.retain(|_, end| end.as_ref().is_none_or(|end| now < end.at + RETRY));
         let is_new = !self.0.contains_key(part);
         if is_new {
             self.0.insert(part.clone(), None);
@@ -38,16 +44,21 @@ impl Unloads {
         is_new
     }
 
-    /// Notes that the call ended, well or not.
-    pub fn end(&mut self, part: &Part, now: Instant) {
-        if let Some(ended) = self.0.get_mut(part) {
-            *ended = Some(now);
+    /// Notes that the call ended, and whether the worker has freed the part.
+    pub fn end(&mut self, part: &Part, is_freed: bool, now: Instant) {
+        if let Some(end) = self.0.get_mut(part) {
+            *end = Some(End { at: now, is_freed });
         }
+    }
+
+    /// Whether the part was freed lately: a heartbeat that lists it is older.
+    pub fn is_freed(&self, part: &Part) -> bool {
+        self.0.get(part).is_some_and(|end| end.as_ref().is_some_and(|end| end.is_freed))
     }
 
     /// The parts that are being freed.
     pub fn running(&self) -> impl Iterator<Item = &Part> {
-        self.0.iter().filter(|(_, ended)| ended.is_none()).map(|(part, _)| part)
+        self.0.iter().filter(|(_, end)| end.is_none()).map(|(part, _)| part)
     }
 }
 
@@ -63,9 +74,12 @@ mod tests {
         assert!(unloads.start(&part, begin));
         assert!(!unloads.start(&part, begin + 2 * RETRY), "it is under way");
         assert_eq!(unloads.running().count(), 1);
-        unloads.end(&part, begin);
+        unloads.end(&part, false, begin);
+        assert!(!unloads.is_freed(&part));
         assert_eq!(unloads.running().count(), 0);
         assert!(!unloads.start(&part, begin + RETRY / 2), "a late heartbeat may show it");
         assert!(unloads.start(&part, begin + RETRY));
+        unloads.end(&part, true, begin + RETRY);
+        assert!(unloads.is_freed(&part));
     }
 }

@@ -151,18 +151,19 @@ async fn load_part(
     }
 }
 
-/// Frees a part. If that fails, the worker's heartbeats go on to list it.
-pub async fn unload(mut client: WorkerClient<Channel>, part: &Part) {
+/// Frees a part and says whether it is freed. If not, the worker's heartbeats go on to list it.
+pub async fn unload(mut client: WorkerClient<Channel>, part: &Part) -> bool {
     let Part { worker_id, model, plan_epoch, replica, .. } = part;
     let (plan_epoch, replica) = (*plan_epoch, *replica);
     let call = client.unload_replica(v1::UnloadReplicaRequest { model: model.clone(), plan_epoch, replica });
     match tokio::time::timeout(UNLOAD_TIMEOUT, call).await {
-        Ok(Ok(_)) => {}
+        Ok(Ok(_)) => return true,
         Ok(Err(status)) => {
             tracing::warn!(worker_id, model, plan_epoch, replica, error = status.message(), "unload failed");
         }
         Err(_) => tracing::warn!(worker_id, model, plan_epoch, replica, "unload timed out"),
     }
+    false
 }
 
 /// Tells a worker to take no new work; its heartbeats say so from then on.

@@ -85,6 +85,25 @@ async fn reported_problem_breaks_the_replica_and_it_is_loaded_again() {
 }
 
 #[tokio::test]
+async fn a_worker_gets_no_part_before_it_has_freed_the_last() {
+    let (coordinator, workers) = cluster(1, config("tensor=1", 1)).await;
+    let state = &workers[0].state;
+    eventually("a heartbeat that lists the part", || !state.held.lock().unwrap().is_empty()).await;
+    tokio::time::sleep(Duration::from_millis(700)).await;
+    *state.refuses_unloads.lock().unwrap() = true;
+    *state.problem.lock().unwrap() = "rank 0: it broke".into();
+    coordinator.wait_ready(false).await;
+    *state.problem.lock().unwrap() = String::new();
+    tokio::time::sleep(Duration::from_millis(2500)).await;
+    assert_eq!(state.loads.lock().unwrap().len(), 1);
+    let problem = cluster_status(&coordinator).await.models.remove(0).problem;
+    assert!(problem.contains("waits for devices: none is free"), "{problem}");
+    *state.refuses_unloads.lock().unwrap() = false;
+    eventually("loading it again", || state.loads.lock().unwrap().len() == 2).await;
+    coordinator.wait_ready(true).await;
+}
+
+#[tokio::test]
 async fn a_model_that_fails_soon_is_not_reloaded_in_a_tight_loop() {
     let (_coordinator, workers) = cluster(1, config("tensor=1", 1)).await;
     *workers[0].state.problem.lock().unwrap() = "step 0: it always fails".into();

@@ -57,6 +57,8 @@ pub struct StubState {
     pub unloads: Mutex<Vec<v1::UnloadReplicaRequest>>,
     /// Loads fail.
     pub refuses_loads: Mutex<bool>,
+    /// Unloads fail.
+    pub refuses_unloads: Mutex<bool>,
     /// The parts that it holds and reports.
     pub held: Mutex<Vec<v1::UnloadReplicaRequest>>,
     /// Requests of LoadReplica.
@@ -76,6 +78,7 @@ impl Default for StubState {
             num_running: AtomicUsize::default(),
             unloads: Mutex::default(),
             refuses_loads: Mutex::default(),
+            refuses_unloads: Mutex::default(),
             held: Mutex::default(),
             loads: Mutex::default(),
             last_sequence: Mutex::default(),
@@ -132,6 +135,9 @@ impl Worker for StubService {
         request: Request<v1::UnloadReplicaRequest>,
     ) -> Result<Response<v1::UnloadReplicaResponse>, Status> {
         let part = request.into_inner();
+        if *self.0.refuses_unloads.lock().unwrap() {
+            return Err(lockstep_proto::status::Class::Internal.status("it is stuck"));
+        }
         self.0.held.lock().unwrap().retain(|held| *held != part);
         self.0.unloads.lock().unwrap().push(part);
         Ok(Response::new(v1::UnloadReplicaResponse {}))
