@@ -14,6 +14,7 @@ use lockstep_formats::GgmlType;
 use lockstep_kernels::{
     Device, KernelError,
     cpu::{CpuDevice, CpuLinear},
+    group::Sum,
     ops::{Epilogue, HostMatrix},
 };
 
@@ -122,10 +123,16 @@ fn smollm2(criterion: &mut Criterion) {
                             &layer.attention_output,
                             &input,
                             &mut hidden,
-                            None,
+                            Sum::Own,
                         )?;
                         device.matmul(num_tokens, &layer.gate_up, &input, Epilogue::SwiGlu, &mut intermediate)?;
-                        device.matmul_add::<KernelError>(num_tokens, &layer.down, &intermediate, &mut hidden, None)?;
+                        device.matmul_add::<KernelError>(
+                            num_tokens,
+                            &layer.down,
+                            &intermediate,
+                            &mut hidden,
+                            Sum::Own,
+                        )?;
                     }
                     device.matmul(1, &head, &input, Epilogue::Store, &mut logits)
                 })

@@ -4,6 +4,7 @@
 
 use crate::{
     KernelError,
+    group::{Collective, Exchange, Group, NO_OFFER, Sum},
     ops::{Attention, Candidates, Epilogue, HostMatrix, RopeAndStore, RopeTable, SampleRow},
 };
 
@@ -35,11 +36,6 @@ pub struct KvCacheSpec {
     pub head_dim: usize,
 }
 
-/// Replaces this rank's share of sums, `[num_tokens, width]`, by the sums over all ranks: the same bits on each of them.
-/// In f64, so that neither the order of summation nor where the terms were cut shows in the f32 that a device with such
-/// sums rounds them to.
-pub type AllReduce<'a, E> = &'a mut dyn FnMut(&mut [f64]) -> Result<(), E>;
-
 /// One compute device. Tensors are row-major f32 `[num_tokens, width]`; a call uses the first `num_tokens` rows.
 pub trait Device: Send + 'static {
     /// Activations, `[max_tokens, width]`.
@@ -48,6 +44,8 @@ pub trait Device: Send + 'static {
     type Linear: Send;
     /// Keys and values of all layers held here, in f16.
     type KvCache: Send;
+    /// The devices of a group of ranks, this one among them.
+    type Communicator: Send;
 
     /// What this device is.
     fn info(&self) -> &DeviceInfo;
@@ -75,6 +73,30 @@ pub trait Device: Send + 'static {
     /// # Errors
     /// [`KernelError::Device`] if memory is short.
     fn kv_cache(&self, spec: KvCacheSpec) -> Result<Self::KvCache, KernelError>;
+
+    /// Meets the devices of the other ranks of `group`, if every one of them can; `None` otherwise, on all ranks alike.
+    ///
+    /// # Errors
+    /// What `exchange` returns, or [`KernelError::Device`] if the group ends while its devices meet.
+    fn join<E: From<KernelError>>(
+        &mut self,
+        _group: &Group,
+        exchange: Exchange<'_, E>,
+    ) -> Result<Option<Self::Communicator>, E> {
+        exchange(&NO_OFFER).map(|_| None)
+    }
+
+    /// Does something with the first `num_tokens` rows together with the other devices of a group.
+    ///
+    /// # Errors
+    /// [`KernelError`] if the call does not pass its checks, or the group has ended.
+    fn collective(
+        &mut self,
+        num_tokens: usize,
+        tensor: &mut Self::Tensor,
+        collective: Collective,
+        communicator: &Self::Communicator,
+    ) -> Result<(), KernelError>;
 
     /// Brackets the operations of one forward step, so that a device can keep its threads awake or replay a graph. What
     /// calls of a step borrow beside tensors (positions, slots, sequences) stays unchanged until the step ends.
@@ -121,18 +143,18 @@ pub trait Device: Send + 'static {
         output: &mut Self::Tensor,
     ) -> Result<(), KernelError>;
 
-    /// `hidden += all_reduce(input × weightᵀ)` for the first `num_tokens` rows: a row-parallel layer and the residual.
-    /// `None`: this rank holds all the columns.
+    /// `hidden += input × weightᵀ` for the first `num_tokens` rows, the product added up as `sum` says: a row-parallel
+    /// layer and the residual. Before and after, `hidden` is the same on all ranks.
     ///
     /// # Errors
-    /// What `all_reduce` returns, or [`KernelError`] if the call does not pass its checks.
+    /// What the hosts' all-reduce returns, or [`KernelError`] if the call does not pass its checks.
     fn matmul_add<E: From<KernelError>>(
         &mut self,
         num_tokens: usize,
         weight: &Self::Linear,
         input: &Self::Tensor,
         hidden: &mut Self::Tensor,
-        all_reduce: Option<AllReduce<'_, E>>,
+        sum: Sum<'_, Self::Communicator, E>,
     ) -> Result<(), E>;
 
     /// Rotates queries (in place) and keys, and stores keys and values in the cache.

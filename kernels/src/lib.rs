@@ -1,6 +1,7 @@
 //! Devices and their fused kernels. Leaf crate: it knows no model names, no ranks, no network.
 //!
 //! - [`device`]: trait [`Device`], the dozen operations that a forward step is made of.
+//! - [`group`]: what it takes for the devices of several ranks to meet.
 //! - [`ops`]: the contract of each operation: parameters, shapes, and `check()`; no device code.
 //! - [`quant`]: what the bits of each GGUF block mean: reference dequantization, quantization of activations.
 //! - [`mod@reference`]: plain-loop oracles, slow and obvious, for tests.
@@ -15,6 +16,7 @@ pub mod cpu;
 pub mod cuda;
 pub mod device;
 pub mod error;
+pub mod group;
 pub mod ops;
 pub mod quant;
 pub mod reference;

@@ -12,6 +12,7 @@ use lockstep_kernels::{
     cpu::CpuDevice,
     cuda::{CudaDevice, KernelCache},
     device::KvCacheSpec,
+    group::Sum,
     ops::{Attention, AttentionSequence, Candidates, Epilogue, RopeAndStore, RopeStyle, RopeTable, SampleRow},
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
@@ -136,11 +137,11 @@ impl<D: Device> Model<D> {
                 device.matmul(num_tokens, &layer.qkv, normed, Epilogue::Store, qkv)?;
                 device.rope_and_store(&rope_call(batch, index), rope, qkv, cache)?;
                 device.attention(&attention_call(batch, index), qkv, cache, attention)?;
-                let reduce = is_reduced_on_host.then_some(&mut double as _);
+                let reduce = if *is_reduced_on_host { Sum::Hosts(&mut double) } else { Sum::Own };
                 device.matmul_add(num_tokens, &layer.output, attention, hidden, reduce)?;
                 device.rms_norm(num_tokens, hidden, norm, 1e-5, normed)?;
                 device.matmul(num_tokens, &layer.gate_up, normed, Epilogue::SwiGlu, feed_forward)?;
-                device.matmul_add::<KernelError>(num_tokens, &layer.down, feed_forward, hidden, None)?;
+                device.matmul_add::<KernelError>(num_tokens, &layer.down, feed_forward, hidden, Sum::Own)?;
             }
             device.gather_rows(&batch.sampled_rows, hidden, gathered)?;
             let num_rows = batch.sampled_rows.len();

@@ -16,7 +16,7 @@ use lockstep_formats::GgmlType;
 use lockstep_kernels::{
     Device, KernelError,
     cpu::{CpuDevice, CpuTensor, Level},
-    device::AllReduce,
+    group::Sum,
     ops::{Epilogue, HostMatrix},
     quant::dequantize,
     reference::matmul::{matmul, round_activations},
@@ -180,7 +180,7 @@ fn share(device: &mut CpuDevice, matrix: &HostMatrix, input: &[f32], columns: Ra
         share.extend_from_slice(sums);
         Ok::<_, KernelError>(())
     };
-    device.matmul_add(input.max_tokens(), &linear, &input, &mut hidden, Some(&mut keep)).unwrap();
+    device.matmul_add(input.max_tokens(), &linear, &input, &mut hidden, Sum::Hosts(&mut keep)).unwrap();
     share
 }
 
@@ -221,7 +221,7 @@ fn cuts_of_the_columns_change_no_bit_of_the_stream() {
                 let own: Vec<f32> = input.chunks_exact(COLUMNS).flat_map(|row| &row[columns(0)]).copied().collect();
                 let own = tensor(&device, columns(0).len(), &own);
                 let mut hidden = tensor(&device, 37, &stream);
-                let others = (num_ranks > 1).then_some(&mut all_reduce as AllReduce<'_, KernelError>);
+                let others = if num_ranks > 1 { Sum::Hosts(&mut all_reduce) } else { Sum::Own };
                 device.matmul_add(13, &linear, &own, &mut hidden, others).unwrap();
                 assert_eq!(hidden.values(), expected, "{what}: {num_ranks} ranks");
             }
@@ -272,7 +272,7 @@ fn wrong_shapes_are_refused() {
     assert!(device.matmul(1, &linear, &input, Epilogue::SwiGlu, &mut output).is_err());
     let mut wide = device.tensor(2, 4).unwrap();
     let mut add = |num_tokens, input: &CpuTensor, hidden: &mut CpuTensor| {
-        device.matmul_add::<KernelError>(num_tokens, &linear, input, hidden, None)
+        device.matmul_add::<KernelError>(num_tokens, &linear, input, hidden, Sum::Own)
     };
     assert!(add(3, &input, &mut output).is_err());
     assert!(add(1, &narrow, &mut output).is_err());

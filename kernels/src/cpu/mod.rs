@@ -27,7 +27,8 @@ pub use team::{SharedSlice, Team};
 use self::matmul::MatmulContext;
 use crate::{
     Device, KernelError,
-    device::{AllReduce, DeviceInfo, KvCacheSpec},
+    device::{DeviceInfo, KvCacheSpec},
+    group::{Collective, NoCommunicator, Sum},
     ops::{Attention, Candidates, Epilogue, HostMatrix, RopeAndStore, RopeTable, SampleRow},
 };
 
@@ -71,6 +72,7 @@ impl Device for CpuDevice {
     type Tensor = CpuTensor;
     type Linear = CpuLinear;
     type KvCache = CpuKvCache;
+    type Communicator = NoCommunicator;
 
     fn info(&self) -> &DeviceInfo {
         &self.info
@@ -92,6 +94,16 @@ impl Device for CpuDevice {
 
     fn kv_cache(&self, spec: KvCacheSpec) -> Result<CpuKvCache, KernelError> {
         CpuKvCache::new(spec)
+    }
+
+    fn collective(
+        &mut self,
+        _: usize,
+        _: &mut CpuTensor,
+        _: Collective,
+        communicator: &NoCommunicator,
+    ) -> Result<(), KernelError> {
+        match *communicator {}
     }
 
     fn step<T, E: From<KernelError>>(&mut self, body: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T, E> {
@@ -145,9 +157,9 @@ impl Device for CpuDevice {
         weight: &CpuLinear,
         input: &CpuTensor,
         hidden: &mut CpuTensor,
-        all_reduce: Option<AllReduce<'_, E>>,
+        sum: Sum<'_, NoCommunicator, E>,
     ) -> Result<(), E> {
-        self.matmul.matmul_add(&self.team, num_tokens, weight, input, hidden, all_reduce)
+        self.matmul.matmul_add(&self.team, num_tokens, weight, input, hidden, sum)
     }
 
     fn rope_and_store(

@@ -23,7 +23,8 @@ use super::{
 use crate::{
     Device, KernelError,
     cpu::{self, Team},
-    device::{AllReduce, DeviceInfo, KvCacheSpec},
+    device::{DeviceInfo, KvCacheSpec},
+    group::{Collective, NoCommunicator, Sum},
     ops::{Attention, Candidates, Epilogue, HostMatrix, RopeAndStore, RopeTable, SampleRow},
 };
 
@@ -167,6 +168,7 @@ impl Device for CudaDevice {
     type Tensor = CudaTensor;
     type Linear = Arc<CudaLinear>;
     type KvCache = CudaKvCache;
+    type Communicator = NoCommunicator;
 
     fn info(&self) -> &DeviceInfo {
         &self.info
@@ -188,6 +190,16 @@ impl Device for CudaDevice {
 
     fn kv_cache(&self, spec: KvCacheSpec) -> Result<CudaKvCache, KernelError> {
         CudaKvCache::new(&self.gpu, spec, HalfType::F16)
+    }
+
+    fn collective(
+        &mut self,
+        _: usize,
+        _: &mut CudaTensor,
+        _: Collective,
+        communicator: &NoCommunicator,
+    ) -> Result<(), KernelError> {
+        match *communicator {}
     }
 
     fn step<T, E: From<KernelError>>(&mut self, body: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T, E> {
@@ -268,14 +280,18 @@ impl Device for CudaDevice {
         weight: &Arc<CudaLinear>,
         input: &CudaTensor,
         hidden: &mut CudaTensor,
-        all_reduce: Option<AllReduce<'_, E>>,
+        sum: Sum<'_, NoCommunicator, E>,
     ) -> Result<(), E> {
         let (operation, width) = ("matmul_add", weight.rows());
         expect_width(operation, hidden.width(), width)?;
         hidden.expect_tokens(operation, num_tokens)?;
-        let Some(all_reduce) = all_reduce else {
-            let output = values_of(hidden.overwrite(), width);
-            return Ok(self.push_matmul(num_tokens, weight, input, Target::Add, output)?);
+        let all_reduce = match sum {
+            Sum::Own => {
+                let output = values_of(hidden.overwrite(), width);
+                return Ok(self.push_matmul(num_tokens, weight, input, Target::Add, output)?);
+            }
+            Sum::Hosts(all_reduce) => all_reduce,
+            Sum::Devices(communicator) => match *communicator {},
         };
         if self.partial.width() != width || self.partial.expect_tokens(operation, num_tokens).is_err() {
             self.partial = CudaTensor::zeroed(&self.gpu, num_tokens.next_power_of_two(), width)?;

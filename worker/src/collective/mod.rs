@@ -56,6 +56,12 @@ pub trait Collective: Send {
     /// [`WorkerError::Link`] if a peer closed, timed out or sent something else than agreed; the group is then unusable.
     fn all_reduce_sum<T: Element>(&mut self, data: &mut [T]) -> Result<(), WorkerError>;
 
+    /// The bytes of every rank, in rank order. All ranks give equally many.
+    ///
+    /// # Errors
+    /// As [`all_reduce_sum`](Self::all_reduce_sum).
+    fn all_gather(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, WorkerError>;
+
     /// Sends `data` to `peer`, an index within the group. Returns when the socket took it; a peer that still computes
     /// may take its time.
     ///

@@ -8,8 +8,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use lockstep_kernels::group::Group;
+
 use super::{
-    AbortHandle, LinkKey, LinkListener, MessageLink, Purpose, TcpCollective,
+    AbortHandle, Collective, LinkKey, LinkListener, MessageLink, Purpose, TcpCollective,
     handshake::{self, HandshakeError, Hello},
     link::{Link, link_error},
     listener::HANDSHAKE_TIMEOUT,
@@ -93,6 +95,17 @@ impl RankLinks {
     pub fn message_link(&self, peer: usize) -> Result<MessageLink, WorkerError> {
         let link = self.link(peer, Purpose::Control, Instant::now() + self.config.connect_timeout)?;
         MessageLink::new(link, self.config.max_message_bytes, self.config.spin)
+    }
+
+    /// What the devices of the ranks of `collective` have to know to meet.
+    pub(crate) fn device_group(&self, collective: &TcpCollective) -> Group {
+        let abort = self.config.abort.clone();
+        Group {
+            rank: collective.rank(),
+            world_size: collective.world_size(),
+            timeout: self.config.timeout,
+            end_reason: Arc::new(move || abort.reason()),
+        }
     }
 
     #[cfg(test)]

@@ -6,6 +6,8 @@
 
 use std::time::Duration;
 
+use bytemuck::Pod;
+
 use super::{
     Collective, Element,
     frame::FrameKind,
@@ -44,13 +46,8 @@ impl TcpCollective {
         Self { rank, links, timeout: options.timeout, spin: Spin::new(options.spin), scratch: Vec::new() }
     }
 
-    /// A group of one rank: nothing to do.
-    pub fn solo() -> Self {
-        Self::new(0, vec![None], GroupOptions { timeout: Duration::ZERO, spin: Duration::ZERO })
-    }
-
-    /// Everybody sends `data` to everybody; the sum is taken in rank order.
-    fn all_reduce_direct<T: Element>(&mut self, data: &mut [T]) -> Result<(), WorkerError> {
+    /// Everybody sends `data` to everybody; returns what came, by rank, with unused room at this rank's own place.
+    fn exchange<T: Pod>(&mut self, data: &[T]) -> Result<&mut [T], WorkerError> {
         let length = data.len();
         let bytes = size_of_val(data);
         let scratch = scratch::<T>(&mut self.scratch, length * self.links.len());
@@ -77,7 +74,13 @@ impl TcpCollective {
             .map(|(link, header)| Outgoing::new(link, header, payload))
             .collect();
         drive(&mut outgoing, &mut incoming, Until::Done, Some(self.timeout), &mut self.spin)?;
-        sum_in_rank_order(data, scratch, self.rank, self.links.len());
+        Ok(scratch)
+    }
+
+    /// The sum is taken in rank order.
+    fn all_reduce_direct<T: Element>(&mut self, data: &mut [T]) -> Result<(), WorkerError> {
+        let (rank, world_size) = (self.rank, self.links.len());
+        sum_in_rank_order(data, self.exchange(data)?, rank, world_size);
         Ok(())
     }
 
@@ -156,6 +159,18 @@ impl Collective for TcpCollective {
         if size_of_val(data) <= DIRECT_BYTES { self.all_reduce_direct(data) } else { self.all_reduce_ring(data) }
     }
 
+    fn all_gather(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, WorkerError> {
+        if bytes.is_empty() {
+            return Ok(vec![Vec::new(); self.links.len()]);
+        }
+        let rank = self.rank;
+        let mut gathered: Vec<_> = self.exchange(bytes)?.chunks_exact(bytes.len()).map(<[u8]>::to_vec).collect();
+        if let Some(own) = gathered.get_mut(rank) {
+            own.copy_from_slice(bytes);
+        }
+        Ok(gathered)
+    }
+
     fn send(&mut self, peer: usize, data: &[f32]) -> Result<(), WorkerError> {
         let payload = bytemuck::cast_slice(data);
         let header = link_mut(&mut self.links, peer)?.next_send(FrameKind::Values, payload.len());
@@ -185,7 +200,7 @@ fn no_link(peer: usize, world_size: usize) -> WorkerError {
 }
 
 /// The first `length` elements of a buffer that grows as needed.
-fn scratch<T: Element>(buffer: &mut Vec<u64>, length: usize) -> &mut [T] {
+fn scratch<T: Pod>(buffer: &mut Vec<u64>, length: usize) -> &mut [T] {
     let num_words = (length * size_of::<T>()).div_ceil(size_of::<u64>());
     if buffer.len() < num_words {
         buffer.resize(num_words, 0);

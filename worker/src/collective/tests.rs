@@ -89,6 +89,23 @@ fn all_ranks_get_the_same_sum_of_any_length() {
 }
 
 #[test]
+fn all_ranks_gather_the_same_bytes() {
+    for world_size in 1..=4 {
+        let group: Vec<_> = (0..world_size).collect();
+        let results = run_ranks(world_size, |rank, links| {
+            let mut collective = links.collective(&group, Purpose::TensorParallel).unwrap();
+            [0, 1, 256, 1001].map(|length| collective.all_gather(&vec![rank as u8 + 1; length]).unwrap())
+        });
+        for gathered in results {
+            for (length, gathered) in [0, 1, 256, 1001].into_iter().zip(gathered) {
+                let expected: Vec<_> = (1..=world_size as u8).map(|byte| vec![byte; length]).collect();
+                assert!(gathered == expected, "{world_size} ranks, {length} bytes");
+            }
+        }
+    }
+}
+
+#[test]
 fn messages_pass_both_ways() {
     run_ranks(2, |rank, links| {
         let link = links.message_link(1 - rank).unwrap();

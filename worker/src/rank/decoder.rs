@@ -56,7 +56,7 @@ impl LayerContext<'_> {
         weights: &LayerWeights<D>,
         cache: &mut D::KvCache,
         activations: &mut Activations<D>,
-        peers: &mut RankPeers,
+        peers: &mut RankPeers<D>,
     ) -> Result<(), WorkerError> {
         self.attention(device, layer, weights, cache, activations, peers)?;
         self.feed_forward(device, weights, activations, peers)
@@ -69,7 +69,7 @@ impl LayerContext<'_> {
         weights: &LayerWeights<D>,
         cache: &mut D::KvCache,
         activations: &mut Activations<D>,
-        peers: &mut RankPeers,
+        peers: &mut RankPeers<D>,
     ) -> Result<(), WorkerError> {
         let Self { shape, rope, batch } = self;
         let num_tokens = batch.num_tokens();
@@ -104,7 +104,7 @@ impl LayerContext<'_> {
         device: &mut D,
         weights: &LayerWeights<D>,
         activations: &mut Activations<D>,
-        peers: &mut RankPeers,
+        peers: &mut RankPeers<D>,
     ) -> Result<(), WorkerError> {
         let num_tokens = self.batch.num_tokens();
         let Activations { hidden, normed, feed_forward, .. } = activations;
@@ -120,10 +120,9 @@ impl LayerContext<'_> {
         weight: &D::Linear,
         input: &D::Tensor,
         hidden: &mut D::Tensor,
-        peers: &mut RankPeers,
+        peers: &mut RankPeers<D>,
     ) -> Result<(), WorkerError> {
-        let mut all_reduce = |shares: &mut [f64]| peers.all_reduce_sum(shares);
-        let is_shared = self.shape.tensor_parallel_size > 1;
-        device.matmul_add(self.batch.num_tokens(), weight, input, hidden, is_shared.then_some(&mut all_reduce))
+        let num_tokens = self.batch.num_tokens();
+        peers.with_sum(|sum| device.matmul_add(num_tokens, weight, input, hidden, sum))
     }
 }

@@ -25,7 +25,7 @@ pub struct Executor<D: Device> {
     cache: D::KvCache,
     activations: Activations<D>,
     logits: Option<LogitBuffers<D>>,
-    peers: RankPeers,
+    peers: RankPeers<D>,
 }
 
 impl<D: Device> Executor<D> {
@@ -39,7 +39,7 @@ impl<D: Device> Executor<D> {
         shape: RankShape,
         limits: StepLimits,
         weights: Weights<D>,
-        peers: RankPeers,
+        peers: RankPeers<D>,
     ) -> Result<Self, WorkerError> {
         let cache = device.kv_cache(KvCacheSpec {
             num_layers: shape.layers.len(),
@@ -63,35 +63,29 @@ impl<D: Device> Executor<D> {
         let batch = Batch::new(plan, &self.limits)?;
         let Self { device, shape, rope, weights, cache, activations, logits, peers, .. } = self;
         let num_tokens = batch.num_tokens();
-        // Other stages compute meanwhile, perhaps on this machine: outside the step the device's threads sleep.
-        if !shape.is_first_stage() {
-            device.with_host(num_tokens, &mut activations.hidden, |hidden| peers.receive(hidden))?;
-        }
+        peers.receive_on_host(device, num_tokens, &mut activations.hidden)?;
         let candidates = device.step::<_, WorkerError>(|device| {
             if shape.is_first_stage() {
                 let missing = || WorkerError::Mismatch("the first stage has no embedding".to_owned());
                 let embedding = weights.embedding.as_ref().ok_or_else(missing)?;
                 let first_row = shape.vocabulary.start as u32;
                 device.embed(embedding, first_row, &batch.token_ids, &mut activations.hidden)?;
-                if shape.tensor_parallel_size > 1 {
-                    let hidden = &mut activations.hidden;
-                    device.with_host(num_tokens, hidden, |hidden| peers.all_reduce_sum(hidden))?;
-                }
+                peers.all_reduce(device, num_tokens, &mut activations.hidden)?;
             }
+            peers.receive_on_device(device, num_tokens, &mut activations.hidden)?;
             let context = LayerContext { shape, rope, batch: &batch };
             for (layer, weights) in weights.layers.iter().enumerate() {
                 context.run(device, layer, weights, cache, activations, peers)?;
             }
             let (Some(output), Some(logits)) = (&weights.output, logits) else {
+                peers.send_on_device(device, num_tokens, &mut activations.hidden)?;
                 return Ok(None);
             };
             let head = output.head.as_ref().or(weights.embedding.as_ref());
             let head = head.ok_or_else(|| WorkerError::Mismatch("the last stage has no output head".to_owned()))?;
             logits.candidates(device, shape, &batch, &output.norm, head, &activations.hidden).map(Some)
         })?;
-        if candidates.is_none() {
-            device.with_host(num_tokens, &mut activations.hidden, |hidden| peers.send(hidden))?;
-        }
+        peers.send_on_host(device, num_tokens, &mut activations.hidden)?;
         Ok(candidates)
     }
 }

@@ -1,13 +1,18 @@
 //! The other ranks that a rank meets inside a step: its tensor-parallel group, the stage before and the stage after.
 //! Invariant: `hidden` is the same on every rank of a group, so one rank of the stage before serves each rank of the
-//! next: rank `j` of a stage hears from rank `j mod n` of the `n` ranks before it.
+//! next: rank `j` of a stage hears from rank `j mod n` of the `n` ranks before it. Where all devices of a group can meet
+//! they do, within the step; else the hosts exchange what the devices hold. All ranks of a group decide alike.
 
+use lockstep_kernels::{
+    Device,
+    group::{Collective as DeviceCollective, Sum},
+};
 use lockstep_sharding::ReplicaPlan;
 
 use super::RankShape;
 use crate::{
     WorkerError,
-    collective::{Collective, Element, Purpose, RankLinks, TcpCollective},
+    collective::{Collective, Purpose, RankLinks, TcpCollective},
 };
 
 /// Place of the earlier stage's rank in a pair that joins two stages.
@@ -15,63 +20,165 @@ const EARLIER: usize = 0;
 /// Place of the later stage's rank.
 const LATER: usize = 1;
 
-/// Links of one rank.
-pub struct RankPeers {
-    group: TcpCollective,
-    previous: Option<TcpCollective>,
-    next: Vec<TcpCollective>,
+/// Ranks that meet, and where.
+enum Party<D: Device> {
+    Hosts(TcpCollective),
+    Devices(D::Communicator),
 }
 
-impl RankPeers {
+impl<D: Device> Party<D> {
+    fn meet(links: &RankLinks, ranks: &[usize], purpose: Purpose, device: &mut D) -> Result<Self, WorkerError> {
+        let mut hosts = links.collective(ranks, purpose)?;
+        let group = links.device_group(&hosts);
+        let communicator = device.join::<WorkerError>(&group, &mut |bytes| hosts.all_gather(bytes))?;
+        let place = if communicator.is_some() { "their devices" } else { "their hosts" };
+        tracing::info!(?ranks, ?purpose, "ranks meet through {place}");
+        Ok(match communicator {
+            Some(communicator) => Self::Devices(communicator),
+            None => Self::Hosts(hosts),
+        })
+    }
+}
+
+/// The parties of one rank.
+pub struct RankPeers<D: Device> {
+    group: Option<Party<D>>,
+    previous: Option<Party<D>>,
+    next: Vec<Party<D>>,
+}
+
+impl<D: Device> RankPeers<D> {
     /// Connects a rank with everybody whom it meets.
     ///
     /// # Errors
-    /// [`WorkerError::Link`] naming the rank that did not appear.
-    pub fn connect(links: &RankLinks, plan: &ReplicaPlan, shape: &RankShape) -> Result<Self, WorkerError> {
+    /// [`WorkerError::Link`] naming the rank that did not appear, [`WorkerError::Kernel`] if devices fail to meet.
+    pub fn connect(
+        links: &RankLinks,
+        plan: &ReplicaPlan,
+        shape: &RankShape,
+        device: &mut D,
+    ) -> Result<Self, WorkerError> {
         let ranks_of = |stage: usize| -> Vec<usize> {
             plan.stages.get(stage).map(|stage| stage.ranks.iter().map(|rank| rank.rank).collect()).unwrap_or_default()
         };
         let own = ranks_of(shape.pipeline_stage);
-        let group =
-            if own.len() > 1 { links.collective(&own, Purpose::TensorParallel)? } else { TcpCollective::solo() };
+        let mut meet = |ranks: &[usize], purpose| Party::meet(links, ranks, purpose, device);
+        let group = (own.len() > 1).then(|| meet(&own, Purpose::TensorParallel)).transpose()?;
         let before = shape.pipeline_stage.checked_sub(1).map(ranks_of).unwrap_or_default();
         let previous = before
             .get(shape.tensor_parallel_rank % before.len().max(1))
-            .map(|earlier| links.collective(&[*earlier, shape.rank], Purpose::Pipeline))
+            .map(|earlier| meet(&[*earlier, shape.rank], Purpose::Pipeline))
             .transpose()?;
+        // Stages meet from the first to the last: nobody waits for a rank that waits for it.
         let next = ranks_of(shape.pipeline_stage + 1)
             .into_iter()
             .enumerate()
             .filter(|(position, _)| position % own.len() == shape.tensor_parallel_rank)
-            .map(|(_, later)| links.collective(&[shape.rank, later], Purpose::Pipeline))
+            .map(|(_, later)| meet(&[shape.rank, later], Purpose::Pipeline))
             .collect::<Result<_, _>>()?;
         Ok(Self { group, previous, next })
     }
 
-    /// Sums `values` over the tensor-parallel group: the same bits on every rank.
+    /// Runs `body` with the way in which the tensor-parallel group adds up.
     ///
     /// # Errors
-    /// [`WorkerError::Link`] naming the rank that did not come in time.
-    pub fn all_reduce_sum<T: Element>(&mut self, values: &mut [T]) -> Result<(), WorkerError> {
-        self.group.all_reduce_sum(values)
-    }
-
-    /// Takes the hidden rows of the stage before.
-    ///
-    /// # Errors
-    /// [`WorkerError::Link`].
-    pub fn receive(&mut self, values: &mut [f32]) -> Result<(), WorkerError> {
-        match &mut self.previous {
-            Some(previous) => previous.receive(EARLIER, values),
-            None => Err(WorkerError::Mismatch("the first stage has no stage before it".to_owned())),
+    /// What `body` returns.
+    pub fn with_sum<T>(
+        &mut self,
+        body: impl FnOnce(Sum<'_, D::Communicator, WorkerError>) -> Result<T, WorkerError>,
+    ) -> Result<T, WorkerError> {
+        match &mut self.group {
+            None => body(Sum::Own),
+            Some(Party::Hosts(hosts)) => body(Sum::Hosts(&mut |shares| hosts.all_reduce_sum(shares))),
+            Some(Party::Devices(communicator)) => body(Sum::Devices(communicator)),
         }
     }
 
-    /// Hands the hidden rows to the stage after.
+    /// Sums the first rows of `tensor` over the tensor-parallel group: the same bits on every rank.
     ///
     /// # Errors
-    /// [`WorkerError::Link`].
-    pub fn send(&mut self, values: &[f32]) -> Result<(), WorkerError> {
-        self.next.iter_mut().try_for_each(|next| next.send(LATER, values))
+    /// [`WorkerError::Link`] naming the rank that did not come in time, [`WorkerError::Kernel`].
+    pub fn all_reduce(&mut self, device: &mut D, num_tokens: usize, tensor: &mut D::Tensor) -> Result<(), WorkerError> {
+        match &mut self.group {
+            None => Ok(()),
+            Some(Party::Hosts(hosts)) => device.with_host(num_tokens, tensor, |values| hosts.all_reduce_sum(values)),
+            Some(Party::Devices(communicator)) => {
+                Ok(device.collective(num_tokens, tensor, DeviceCollective::AllReduce, communicator)?)
+            }
+        }
+    }
+
+    /// Takes the hidden rows of the stage before where hosts hand them over: before the step, while threads sleep that
+    /// compute within it. Other stages compute meanwhile, perhaps on this machine.
+    ///
+    /// # Errors
+    /// [`WorkerError::Link`], [`WorkerError::Kernel`].
+    pub fn receive_on_host(
+        &mut self,
+        device: &mut D,
+        num_tokens: usize,
+        hidden: &mut D::Tensor,
+    ) -> Result<(), WorkerError> {
+        match &mut self.previous {
+            Some(Party::Hosts(hosts)) => device.with_host(num_tokens, hidden, |hidden| hosts.receive(EARLIER, hidden)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Takes them where devices hand them over: within the step.
+    ///
+    /// # Errors
+    /// [`WorkerError::Kernel`].
+    pub fn receive_on_device(
+        &mut self,
+        device: &mut D,
+        num_tokens: usize,
+        hidden: &mut D::Tensor,
+    ) -> Result<(), WorkerError> {
+        match &self.previous {
+            Some(Party::Devices(communicator)) => {
+                Ok(device.collective(num_tokens, hidden, DeviceCollective::Receive { peer: EARLIER }, communicator)?)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Hands the hidden rows to the ranks of the stage after whose devices take them: within the step.
+    ///
+    /// # Errors
+    /// [`WorkerError::Kernel`].
+    pub fn send_on_device(
+        &mut self,
+        device: &mut D,
+        num_tokens: usize,
+        hidden: &mut D::Tensor,
+    ) -> Result<(), WorkerError> {
+        for next in &self.next {
+            if let Party::Devices(communicator) = next {
+                device.collective(num_tokens, hidden, DeviceCollective::Send { peer: LATER }, communicator)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Hands them to those whose hosts take them: after the step.
+    ///
+    /// # Errors
+    /// [`WorkerError::Link`], [`WorkerError::Kernel`].
+    pub fn send_on_host(
+        &mut self,
+        device: &mut D,
+        num_tokens: usize,
+        hidden: &mut D::Tensor,
+    ) -> Result<(), WorkerError> {
+        let hosts = self.next.iter_mut().filter_map(|next| match next {
+            Party::Hosts(hosts) => Some(hosts),
+            Party::Devices(_) => None,
+        });
+        let mut hosts = hosts.peekable();
+        if hosts.peek().is_none() {
+            return Ok(());
+        }
+        device.with_host(num_tokens, hidden, |hidden| hosts.try_for_each(|hosts| hosts.send(LATER, hidden)))
     }
 }

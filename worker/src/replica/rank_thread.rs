@@ -175,8 +175,8 @@ impl RankThread {
         let limits = spec.limits(config.vocab_size);
         let links = RankLinks::new(self.listener.clone(), self.links_config(limits.max_message_bytes()))?;
         let control = self.control_links(&links, is_remote)?;
-        let peers = RankPeers::connect(&links, &spec.plan, &shape)?;
-        let device = open()?;
+        let mut device = open()?;
+        let peers = RankPeers::connect(&links, &spec.plan, &shape, &mut device)?;
         let progress = |event| {
             let nobody = || WorkerError::ReplicaBroken("nobody follows its load any more".to_owned());
             events.send(event).map_err(|_| nobody())

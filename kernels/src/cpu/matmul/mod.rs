@@ -37,7 +37,7 @@ use super::{
 };
 use crate::{
     KernelError,
-    device::AllReduce,
+    group::{NoCommunicator, Sum},
     ops::{Epilogue, HostMatrix},
     quant::Encoding,
 };
@@ -163,15 +163,19 @@ impl MatmulContext {
         weight: &CpuLinear,
         input: &CpuTensor,
         hidden: &mut CpuTensor,
-        all_reduce: Option<AllReduce<'_, E>>,
+        sum: Sum<'_, NoCommunicator, E>,
     ) -> Result<(), E> {
         let hidden = self.prepare(team, num_tokens, weight, input, hidden, weight.rows)?;
         if hidden.is_empty() {
             return Ok(());
         }
-        let Some(all_reduce) = all_reduce else {
-            Call::new(self, weight, num_tokens).add_up(team, hidden);
-            return Ok(());
+        let all_reduce = match sum {
+            Sum::Own => {
+                Call::new(self, weight, num_tokens).add_up(team, hidden);
+                return Ok(());
+            }
+            Sum::Hosts(all_reduce) => all_reduce,
+            Sum::Devices(communicator) => match *communicator {},
         };
         let mut buffer = std::mem::replace(&mut self.sums, AlignedBuffer::zeroed(0)?);
         grow(&mut buffer, size_of_val(hidden) * (size_of::<f64>() / size_of::<f32>()))?;
