@@ -56,6 +56,8 @@ run() {
     num_gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU') || fail "no GPU is found (nvidia-smi --list-gpus)"
     local gpu
     gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -1)
+    # Multicast between GPUs is not available on every machine that has several.
+    export NCCL_NVLS_ENABLE=0
     export LOCKSTEP_BIN=$folder/lockstep LOCKSTEP_LOG=warn CARGO_TARGET_DIR=$results
     local tests=() benches=()
 
@@ -87,9 +89,15 @@ run() {
     local file=$results/$shape.gguf
     say "bench $shape"
     [ -e "$file" ] || "$LOCKSTEP_BIN" synth "$shape" --output "$file" >&2
-    local bench=("$LOCKSTEP_BIN" bench --model "$file" --device cuda:0 --repetitions "${REPETITIONS:-5}" --json)
-    { "${bench[@]}" --prefill "${PREFILL:-512,4096}" --depth "${DEPTH:-512,8192}" &&
-        "${bench[@]}" --prefill 512 --concurrent "${CONCURRENT:-8,32,128}"; } >"$results/logs/model.json" || failed=1
+    # On one GPU, and on all of them together.
+    local devices=(cuda:0)
+    [ "$num_gpus" = 1 ] || devices+=("$(seq -s, -f 'cuda:%.0f' 0 $((num_gpus - 1)))")
+    for device in "${devices[@]}"; do
+        local bench=("$LOCKSTEP_BIN" bench --model "$file" --device "$device" --tensor-parallel "$(tr , '\n' <<<"$device" | wc -l)"
+            --repetitions "${REPETITIONS:-5}" --json)
+        { "${bench[@]}" --prefill "${PREFILL:-512,4096}" --depth "${DEPTH:-512,8192}" &&
+            "${bench[@]}" --prefill 512 --concurrent "${CONCURRENT:-8,32,128}"; } || failed=1
+    done >"$results/logs/model.json"
 
     RESULTS=$results GPU="$num_gpus x $gpu" COMMIT=$(cat "$folder/commit") SHAPE=$shape \
         TESTS=$(printf '%s\n' "${tests[@]}") BENCHES=$(printf '%s\n' ${benches[@]+"${benches[@]}"}) python3 - <<'PYTHON'
@@ -111,7 +119,7 @@ with open(os.environ["RESULTS"] + "/gpu.json", "w") as file:
 rows = [("gpu", report["gpu"]), ("commit", report["commit"])]
 rows += [(f"test {name}", outcome) for name, outcome in tests.items()]
 rows += [(bench, line) for bench, line in kernels]
-rows += [(f"{os.environ['SHAPE']} {test['test']}", f"{test['tokens_per_second']:.1f} tokens/s ({test['min']:.1f} to {test['max']:.1f})") for test in models]
+rows += [(f"{test['model'].partition(' (')[0]}: {test['test']}", f"{test['tokens_per_second']:.1f} tokens/s ({test['min']:.1f} to {test['max']:.1f})") for test in models]
 width = max(len(row[0]) for row in rows)
 with open(os.environ["RESULTS"] + "/gpu.txt", "w") as file:
     file.writelines(f"{name:<{width}}  {value}\n" for name, value in rows)

@@ -18,7 +18,7 @@ use crate::{Client, environment, process::PATIENCE};
 /// Between two looks.
 const POLL: Duration = Duration::from_millis(50);
 
-/// How the model is cut: over one-device workers on the processor, or over the GPUs of one worker.
+/// How the model is cut: over one-device workers on the processor, or over the GPUs of one or several workers.
 #[derive(Clone, Copy, Debug)]
 pub struct Layout {
     /// Ranks that share each layer.
@@ -29,16 +29,23 @@ pub struct Layout {
     pub threads: usize,
     /// Whether ranks own GPUs.
     pub is_on_gpus: bool,
+    /// Worker processes, which share the ranks equally.
+    pub workers: usize,
 }
 
 impl Layout {
     /// `tensor` × `pipeline` workers of one thread.
     pub fn new(tensor: usize, pipeline: usize) -> Self {
-        Self { tensor, pipeline, threads: 1, is_on_gpus: false }
+        Self { tensor, pipeline, threads: 1, is_on_gpus: false, workers: tensor * pipeline }
     }
 
-    /// `tensor` × `pipeline` GPUs.
+    /// `tensor` × `pipeline` GPUs of one worker.
     pub fn on_gpus(tensor: usize, pipeline: usize) -> Self {
+        Self { is_on_gpus: true, workers: 1, ..Self::new(tensor, pipeline) }
+    }
+
+    /// The same, each GPU with a worker of its own.
+    pub fn on_gpus_of_workers(tensor: usize, pipeline: usize) -> Self {
         Self { is_on_gpus: true, ..Self::new(tensor, pipeline) }
     }
 
@@ -53,7 +60,7 @@ impl Layout {
         };
         vec![
             devices,
-            format!("--workers={}", if self.is_on_gpus { 1 } else { num_ranks }),
+            format!("--workers={}", self.workers),
             format!("--tensor-parallel={}", self.tensor),
             format!("--pipeline-parallel={}", self.pipeline),
             format!("--threads-per-worker={}", self.threads),

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use super::{
-    DeviceBuffer, Gpu,
+    CollectiveCall, CudaCommunicator, DeviceBuffer, Gpu,
     add::Add,
     attention::{Attention, AttentionCall},
     convert::{Convert, ConvertCall},
@@ -27,6 +27,7 @@ pub(super) enum Call {
         hidden: Arc<DeviceBuffer>,
     },
     Attention(AttentionCall),
+    Collective(CollectiveCall),
     Convert(ConvertCall),
     Embed(EmbedCall),
     /// Rotation, store and attention in one, of one token a sequence.
@@ -68,6 +69,7 @@ impl Launchers {
         match call {
             Call::Add { len, addend, hidden } => self.add.launch(*len, addend, hidden),
             Call::Attention(call) => self.attention.launch(call),
+            Call::Collective(call) => CudaCommunicator::launch(call),
             Call::Convert(call) => self.convert.launch(call),
             Call::Embed(call) => self.matmul.embed(call),
             Call::FusedAttention(call, rope) => self.attention.launch_fused(call, rope),

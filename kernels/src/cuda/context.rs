@@ -5,7 +5,7 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError, Weak},
 };
 
 use cudarc::{
@@ -14,7 +14,7 @@ use cudarc::{
 };
 
 use super::{
-    KernelCache,
+    CudaCommunicator, KernelCache,
     compiler::{Compiler, architecture},
     launch::Kernel,
     memory,
@@ -58,6 +58,8 @@ pub struct Gpu {
     compiler: Compiler,
     modules: Mutex<HashMap<ModuleKey, Arc<CudaModule>>>,
     pub(super) pool: Pool,
+    /// Groups of GPUs that its work may wait for.
+    pub(super) communicators: Mutex<Vec<Weak<CudaCommunicator>>>,
 }
 
 impl Gpu {
@@ -83,6 +85,7 @@ impl Gpu {
             compiler: Compiler::new(cache)?,
             modules: Mutex::default(),
             pool: Pool::default(),
+            communicators: Mutex::default(),
             context,
             stream,
             limits,
@@ -117,12 +120,10 @@ impl Gpu {
         self.pool.statistics()
     }
 
-    /// Waits until all work is done.
-    ///
-    /// # Errors
-    /// [`KernelError::Device`] with what went wrong in work that was started before.
-    pub fn synchronize(&self) -> Result<(), KernelError> {
-        self.stream.synchronize().map_err(self.failed("cuStreamSynchronize"))
+    /// What tells it from every other GPU.
+    pub(super) fn uuid(&self) -> Result<[u8; 16], KernelError> {
+        let uuid = self.context.uuid().map_err(self.failed("cuDeviceGetUuid"))?;
+        Ok(uuid.bytes.map(|byte| byte.to_ne_bytes()[0]))
     }
 
     /// The kernel `name` of `source`, compiled with `options` (`-DNAME=VALUE`). Modules are compiled or read once.

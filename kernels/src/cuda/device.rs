@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use super::{
-    Activations, CudaKvCache, CudaTensor, DeviceBuffer, Gpu, HalfType, KernelCache,
+    Activations, CollectiveCall, CudaCommunicator, CudaKvCache, CudaTensor, DeviceBuffer, Gpu, HalfType, KernelCache,
     attention::{AttentionCall, Batch},
     call::Call,
     convert::ConvertCall,
@@ -24,7 +24,7 @@ use crate::{
     Device, KernelError,
     cpu::{self, Team},
     device::{DeviceInfo, KvCacheSpec},
-    group::{Collective, NoCommunicator, Sum},
+    group::{Collective, Exchange, Group, Sum},
     ops::{Attention, Candidates, Epilogue, HostMatrix, RopeAndStore, RopeTable, SampleRow},
 };
 
@@ -168,7 +168,7 @@ impl Device for CudaDevice {
     type Tensor = CudaTensor;
     type Linear = Arc<CudaLinear>;
     type KvCache = CudaKvCache;
-    type Communicator = NoCommunicator;
+    type Communicator = Arc<CudaCommunicator>;
 
     fn info(&self) -> &DeviceInfo {
         &self.info
@@ -192,14 +192,26 @@ impl Device for CudaDevice {
         CudaKvCache::new(&self.gpu, spec, HalfType::F16)
     }
 
+    fn join<E: From<KernelError>>(
+        &mut self,
+        group: &Group,
+        exchange: Exchange<'_, E>,
+    ) -> Result<Option<Arc<CudaCommunicator>>, E> {
+        CudaCommunicator::join(&self.gpu, group, exchange)
+    }
+
     fn collective(
         &mut self,
-        _: usize,
-        _: &mut CudaTensor,
-        _: Collective,
-        communicator: &NoCommunicator,
+        num_tokens: usize,
+        tensor: &mut CudaTensor,
+        collective: Collective,
+        communicator: &Arc<CudaCommunicator>,
     ) -> Result<(), KernelError> {
-        match *communicator {}
+        tensor.expect_tokens("collective", num_tokens)?;
+        let len = num_tokens * tensor.width();
+        let values = if let Collective::Send { .. } = collective { tensor.values() } else { tensor.overwrite() };
+        let (communicator, values) = (Arc::clone(communicator), Arc::clone(values));
+        self.steps.push(Call::Collective(CollectiveCall { communicator, collective, len, values }))
     }
 
     fn step<T, E: From<KernelError>>(&mut self, body: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T, E> {
@@ -280,7 +292,7 @@ impl Device for CudaDevice {
         weight: &Arc<CudaLinear>,
         input: &CudaTensor,
         hidden: &mut CudaTensor,
-        sum: Sum<'_, NoCommunicator, E>,
+        sum: Sum<'_, Arc<CudaCommunicator>, E>,
     ) -> Result<(), E> {
         let (operation, width) = ("matmul_add", weight.rows());
         expect_width(operation, hidden.width(), width)?;
@@ -291,7 +303,13 @@ impl Device for CudaDevice {
                 return Ok(self.push_matmul(num_tokens, weight, input, Target::Add, output)?);
             }
             Sum::Hosts(all_reduce) => all_reduce,
-            Sum::Devices(communicator) => match *communicator {},
+            Sum::Devices(communicator) => {
+                // The residual stream travels in the first rank's share.
+                let target = if communicator.rank() == 0 { Target::Add } else { Target::Store };
+                let output = values_of(hidden.overwrite(), width);
+                self.push_matmul(num_tokens, weight, input, target, output)?;
+                return Ok(self.collective(num_tokens, hidden, Collective::AllReduce, communicator)?);
+            }
         };
         if self.partial.width() != width || self.partial.expect_tokens(operation, num_tokens).is_err() {
             self.partial = CudaTensor::zeroed(&self.gpu, num_tokens.next_power_of_two(), width)?;

@@ -75,7 +75,7 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        let destroyed = self.gpu.synchronize().and_then(|()| {
+        let destroyed = self.gpu.drain().and_then(|()| {
             if !self.executable.is_null() {
                 // SAFETY: instantiated in `record`, destroyed once, not executing.
                 unsafe { graph::exec_destroy(self.executable) }.map_err(self.gpu.failed("cuGraphExecDestroy"))?;

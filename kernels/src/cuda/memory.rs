@@ -304,7 +304,7 @@ impl PinnedBuffer {
 impl Drop for PinnedBuffer {
     fn drop(&mut self) {
         let start = self.start.as_ptr().cast::<c_void>();
-        let freed = self.gpu.synchronize().and_then(|()| {
+        let freed = self.gpu.drain().and_then(|()| {
             // SAFETY: allocated in `zeroed`, freed once, and no copy is under way.
             unsafe { result::free_host(start) }.map_err(self.gpu.failed("cuMemFreeHost"))
         });

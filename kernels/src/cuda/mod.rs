@@ -12,6 +12,7 @@
 //!   and shares its buffers, and a launcher. Equal calls are equal launches: that is how a recorded step is recognized.
 //! - [`kv_cache`]: the paged cache of keys and values.
 //! - [`CudaDevice`]: the operations, which add calls to a step; `step`: a step as a list of calls, launched or replayed.
+//! - [`communicator`]: GPUs of several ranks that meet. `wait`: waits that end when one of them is lost.
 //! - [`inputs`]: what changes from step to step, sent in one copy.
 //! - [`launch`]: kernels and their arguments. [`graph`]: whole steps recorded and replayed.
 
@@ -19,6 +20,7 @@ pub mod activations;
 pub mod add;
 pub mod attention;
 mod call;
+pub mod communicator;
 pub mod compiler;
 pub mod context;
 pub mod convert;
@@ -40,8 +42,10 @@ pub mod sample;
 pub mod sources;
 mod step;
 mod tensor;
+mod wait;
 
 pub use activations::{Activations, Forms, HalfType};
+pub use communicator::{CollectiveCall, CudaCommunicator};
 pub use context::Gpu;
 pub use device::CudaDevice;
 pub use graph::Graph;

@@ -16,12 +16,16 @@ use crate::KernelError;
 const MIN_RECORDED_CALLS: usize = 8;
 /// Lists that are remembered; the one that was not used for longest makes room.
 const MAX_KNOWN_STEPS: usize = 64;
+/// Calls that wait for other GPUs, launched one by one before the host waits for them. The driver keeps about a thousand
+/// launches; if one that waits for a lost rank let them pile up, the next would block where nothing looks after the group.
+const MAX_COLLECTIVES_AHEAD: usize = 16;
 
 /// A list that came before, and its recording from the second time on: at the first time it loads kernels and takes
 /// scratch memory, which cannot be recorded.
 struct KnownStep {
-    calls: Vec<Call>,
+    /// Destroyed before the memory that it uses.
     graph: Option<Graph>,
+    calls: Vec<Call>,
 }
 
 /// The step that is being described, and those that came before.
@@ -98,14 +102,16 @@ impl Steps {
         }
         self.inputs.send()?;
         if self.pending.len() < MIN_RECORDED_CALLS {
-            return self.pending.drain(..).try_for_each(|call| self.launchers.launch(&call));
+            let launched = self.launch_each(&self.pending);
+            self.pending.clear();
+            return launched;
         }
         match self.known.iter().position(|step| step.calls == self.pending) {
             Some(index) => self.known[..=index].rotate_right(1),
             None => {
-                self.pending.iter().try_for_each(|call| self.launchers.launch(call))?;
+                self.launch_each(&self.pending)?;
                 self.known.truncate(MAX_KNOWN_STEPS - 1);
-                self.known.insert(0, KnownStep { calls: std::mem::take(&mut self.pending), graph: None });
+                self.known.insert(0, KnownStep { graph: None, calls: std::mem::take(&mut self.pending) });
                 return Ok(());
             }
         }
@@ -116,5 +122,19 @@ impl Steps {
             step.graph = Some(Graph::record(&self.gpu, launch)?);
         }
         step.graph.iter().try_for_each(Graph::replay)
+    }
+
+    /// Launches calls one by one.
+    fn launch_each(&self, calls: &[Call]) -> Result<(), KernelError> {
+        let mut num_ahead = 0;
+        for call in calls {
+            self.launchers.launch(call)?;
+            num_ahead += usize::from(matches!(call, Call::Collective(_)));
+            if num_ahead == MAX_COLLECTIVES_AHEAD {
+                self.gpu.synchronize()?;
+                num_ahead = 0;
+            }
+        }
+        Ok(())
     }
 }

@@ -1,11 +1,17 @@
 //! The whole model on GPUs, as users run it. Ignored unless asked for; then they fail where there is no GPU.
 //! `tests/gpu.sh` runs them on a machine that has some.
 
+use std::{
+    process::Command,
+    time::{Duration, Instant},
+};
+
 use lockstep_proto::v1::generate_request::Input;
 use lockstep_tests::{
     Client, Cluster, Layout, Output,
     agreement::{self, Choice, LARGEST_GAP, Passage},
-    client::{check_same, gap, greedy},
+    client::{check_same, gap, greedy, read_to_end, tokens},
+    process::PATIENCE,
 };
 
 use crate::prompts::PROMPTS;
@@ -14,6 +20,10 @@ use crate::prompts::PROMPTS;
 const STEPS: u32 = 50;
 /// Nats below which GPUs that share the layers may choose differently than one alone: their sums round differently.
 const ROUNDING: f32 = 0.05;
+/// Longest time from the loss of a worker to the client's error.
+const LOSS: Duration = Duration::from_secs(2);
+/// The signal that ends a process at once.
+const KILL: &str = "-9";
 
 async fn greedy_outputs(client: &Client) -> Vec<Output> {
     let mut outputs = Vec::new();
@@ -37,9 +47,16 @@ async fn reference(client: &Client, outputs: &[Output]) -> (Vec<Choice>, Vec<Pas
     (choices, passages)
 }
 
-#[tokio::test(flavor = "multi_thread")]
-#[ignore = "needs a CUDA GPU"]
-async fn one_gpu_chooses_as_the_processor_does() {
+/// Runs one on GPUs, and makes sure that they meet without the host if there are several.
+async fn start(layout: Layout) -> (Cluster, Client) {
+    let cluster = Cluster::start(layout).unwrap();
+    let client = cluster.client().await.unwrap();
+    assert!(!cluster.log().contains("GPUs do not meet"), "{}", cluster.log());
+    (cluster, client)
+}
+
+/// Teacher-forced against the processor, then in decode steps.
+async fn check_against_processor(tensor: usize) {
     let num_cores = std::thread::available_parallelism().map_or(1, usize::from);
     let (on_cpu, (theirs, passages)) = {
         let cluster = Cluster::start(Layout { threads: num_cores, ..Layout::new(1, 1) }).unwrap();
@@ -48,11 +65,10 @@ async fn one_gpu_chooses_as_the_processor_does() {
         let reference = reference(&client, &outputs).await;
         (outputs, reference)
     };
-    let cluster = Cluster::start(Layout::on_gpus(1, 1)).unwrap();
-    let client = cluster.client().await.unwrap();
+    let (_cluster, client) = start(Layout::on_gpus(tensor, 1)).await;
     let ours = agreement::choices(&client, &passages).await.unwrap();
     assert_eq!(ours.len(), 500);
-    agreement::check("a GPU, every prefix as a prompt", &ours, &theirs).unwrap();
+    agreement::check(&format!("{tensor} GPUs, every prefix as a prompt"), &ours, &theirs).unwrap();
     // Decode steps see their own tokens, so they are comparable up to the first parting.
     for ((prompt, on_cpu), on_gpu) in PROMPTS.iter().zip(&on_cpu).zip(greedy_outputs(&client).await) {
         check_same(on_cpu, &on_gpu, LARGEST_GAP).unwrap_or_else(|problem| panic!("{prompt:?}: {problem}"));
@@ -61,9 +77,26 @@ async fn one_gpu_chooses_as_the_processor_does() {
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs a CUDA GPU"]
+async fn one_gpu_chooses_as_the_processor_does() {
+    check_against_processor(1).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs 2 CUDA GPUs"]
+async fn two_gpus_choose_as_the_processor_does() {
+    check_against_processor(2).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs 4 CUDA GPUs"]
+async fn four_gpus_choose_as_the_processor_does() {
+    check_against_processor(4).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs a CUDA GPU"]
 async fn a_sequence_alone_and_in_a_batch_part_only_where_the_best_two_are_close() {
-    let cluster = Cluster::start(Layout::on_gpus(1, 1)).unwrap();
-    let client = cluster.client().await.unwrap();
+    let (_cluster, client) = start(Layout::on_gpus(1, 1)).await;
     let alone = greedy_outputs(&client).await;
     let together: Vec<_> = PROMPTS
         .iter()
@@ -79,28 +112,77 @@ async fn a_sequence_alone_and_in_a_batch_part_only_where_the_best_two_are_close(
     }
 }
 
-/// Every cut of the model against one GPU.
-async fn check_cut(tensor: usize, pipeline: usize) {
+/// Cuts of the model against one GPU.
+async fn check_cuts(layouts: &[Layout]) {
     let whole = {
-        let cluster = Cluster::start(Layout::on_gpus(1, 1)).unwrap();
-        greedy_outputs(&cluster.client().await.unwrap()).await
+        let (_cluster, client) = start(Layout::on_gpus(1, 1)).await;
+        greedy_outputs(&client).await
     };
-    let cluster = Cluster::start(Layout::on_gpus(tensor, pipeline)).unwrap();
-    let cut = greedy_outputs(&cluster.client().await.unwrap()).await;
-    for ((prompt, whole), cut) in PROMPTS.iter().zip(&whole).zip(&cut) {
-        check_same(whole, cut, ROUNDING).unwrap_or_else(|problem| panic!("{prompt:?}: {problem}"));
+    for layout in layouts {
+        let (_cluster, client) = start(*layout).await;
+        for ((prompt, whole), cut) in PROMPTS.iter().zip(&whole).zip(greedy_outputs(&client).await) {
+            check_same(whole, &cut, ROUNDING).unwrap_or_else(|problem| panic!("{layout:?}, {prompt:?}: {problem}"));
+        }
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs 2 CUDA GPUs"]
 async fn two_gpus_give_the_tokens_of_one() {
-    check_cut(2, 1).await;
-    check_cut(1, 2).await;
+    check_cuts(&[Layout::on_gpus(2, 1), Layout::on_gpus(1, 2)]).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs 2 CUDA GPUs"]
+async fn two_gpus_of_two_processes_give_the_tokens_of_one() {
+    check_cuts(&[Layout::on_gpus_of_workers(2, 1), Layout::on_gpus_of_workers(1, 2)]).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs 4 CUDA GPUs"]
 async fn four_gpus_give_the_tokens_of_one() {
-    check_cut(4, 1).await;
+    check_cuts(&[
+        Layout::on_gpus(4, 1),
+        Layout::on_gpus(2, 2),
+        Layout::on_gpus_of_workers(4, 1),
+        Layout { workers: 2, ..Layout::on_gpus(2, 2) },
+    ])
+    .await;
+}
+
+/// Sends `signal` to one of two workers whose GPUs work together: the client hears of it soon, and the model is served
+/// again.
+async fn lose_worker(layout: Layout, index: usize, signal: &str) {
+    let (cluster, client) = start(layout).await;
+    let mut stream = client.start(greedy(tokens(&[504, 3575, 282]), 4000)).await.unwrap();
+    // Some steps: they are replayed by then.
+    for _ in 0..8 {
+        stream.message().await.unwrap().unwrap();
+    }
+    let pid = cluster.worker_pid(index).unwrap().to_string();
+    let kill = |signal: &str| assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
+    let begin = Instant::now();
+    kill(signal);
+    let status = read_to_end(stream).await.unwrap_err();
+    println!("{layout:?}: {:?} after {signal} of worker {index}: {status:?}", begin.elapsed());
+    assert!(begin.elapsed() < LOSS, "{:?} until {status:?}", begin.elapsed());
+    if signal != KILL {
+        kill(KILL);
+    }
+    // The lost worker is started again; the other one has given its GPU up for a new replica.
+    while let Err(status) = client.generate(greedy(tokens(&[504]), 4)).await {
+        assert!(begin.elapsed() < PATIENCE, "not served again: {status:?}\n{}", cluster.log());
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    println!("served again after {:?}", begin.elapsed());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs 2 CUDA GPUs"]
+async fn two_gpus_do_not_wait_for_a_lost_process() {
+    let tensor = Layout::on_gpus_of_workers(2, 1);
+    lose_worker(tensor, 1, KILL).await;
+    lose_worker(tensor, 0, KILL).await;
+    lose_worker(tensor, 1, "-STOP").await;
+    lose_worker(Layout::on_gpus_of_workers(1, 2), 0, KILL).await;
 }

@@ -1,0 +1,222 @@
+//! GPUs of several ranks, which sum and hand over rows among themselves: recorded and replayed with the step, without a
+//! way through the hosts. NCCL moves the bytes, within a process, a host or a network.
+//! For: [`CudaDevice`](super::CudaDevice).
+//! Invariant: the rank's own thread makes all calls, and none of its waits outlasts the group: [`Gpu::drain`] and
+//! [`CudaCommunicator::launch`] look whether it has ended, or took longer than its time-out. Then the communicator is
+//! aborted, which frees the GPU from waiting, and every later use is an error that says why.
+
+mod nccl;
+mod offer;
+
+use std::{
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use self::nccl::{ID_BYTES, Nccl};
+use super::{DeviceBuffer, Gpu};
+use crate::{
+    KernelError,
+    group::{Collective, Exchange, Group, NO_OFFER},
+};
+
+/// This rank's side of a group of GPUs.
+pub struct CudaCommunicator {
+    gpu: Arc<Gpu>,
+    group: Group,
+    state: Mutex<State>,
+}
+
+enum State {
+    Open(Nccl),
+    Aborted(String),
+}
+
+/// What a group of GPUs does with values of this one.
+#[derive(Debug, PartialEq)]
+pub struct CollectiveCall {
+    /// The group.
+    pub communicator: Arc<CudaCommunicator>,
+    /// What.
+    pub collective: Collective,
+    /// With the first so many f32 values
+    pub len: usize,
+    /// of this buffer.
+    pub values: Arc<DeviceBuffer>,
+}
+
+impl CudaCommunicator {
+    /// Meets the GPUs of the other ranks, if all of them can and NCCL brings them together.
+    ///
+    /// # Errors
+    /// What `exchange` returns.
+    pub fn join<E>(gpu: &Arc<Gpu>, group: &Group, exchange: Exchange<'_, E>) -> Result<Option<Arc<Self>>, E> {
+        let offer = offer::make(gpu, group.rank);
+        if let Err(reason) = &offer {
+            tracing::warn!(reason, "this GPU cannot meet others");
+        }
+        let offers = exchange(&offer.unwrap_or(NO_OFFER))?;
+        let id = match offer::conclude(&offers) {
+            Ok(id) => id,
+            Err(reason) => {
+                tracing::warn!(reason, "GPUs do not meet");
+                return Ok(None);
+            }
+        };
+        let met = Self::meet(gpu, group, id);
+        let all_met = exchange(&[u8::from(met.is_ok())])?.iter().all(|met| *met == [1]);
+        match met {
+            Ok(communicator) if all_met => Ok(Some(communicator)),
+            Ok(_) => {
+                tracing::warn!("GPUs do not meet: another rank of the group failed to");
+                Ok(None)
+            }
+            Err(error) => {
+                tracing::warn!(%error, "GPUs do not meet");
+                Ok(None)
+            }
+        }
+    }
+
+    /// Waits half of the group's time for the others: who fails says so before others lose patience with it.
+    fn meet(gpu: &Arc<Gpu>, group: &Group, id: [u8; ID_BYTES]) -> Result<Arc<Self>, KernelError> {
+        gpu.bind()?;
+        let nccl = Nccl::begin(id, group.rank, group.world_size).map_err(|what| gpu.error(what))?;
+        let group = Group { timeout: group.timeout / 2, ..group.clone() };
+        let mut communicator = Self { gpu: Arc::clone(gpu), group, state: Mutex::new(State::Open(nccl)) };
+        communicator.wait_ready()?;
+        communicator.group.timeout *= 2;
+        let communicator = Arc::new(communicator);
+        gpu.register(&communicator);
+        Ok(communicator)
+    }
+
+    /// This rank's place.
+    pub fn rank(&self) -> usize {
+        self.group.rank
+    }
+
+    /// Starts a call, or records it.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`] if the buffer is too small, [`KernelError::OutOfRange`] for a peer that is not there,
+    /// [`KernelError::Device`] if the communicator is or gets aborted.
+    pub fn launch(call: &CollectiveCall) -> Result<(), KernelError> {
+        let CollectiveCall { communicator, collective, len, values } = call;
+        let (operation, Self { gpu, group, .. }) = ("collective", &**communicator);
+        values.expect_bytes(operation, "bytes of the values", len * size_of::<f32>())?;
+        if let Collective::Send { peer } | Collective::Receive { peer } = *collective
+            && peer >= group.world_size
+        {
+            let limit = group.world_size;
+            return Err(KernelError::OutOfRange { operation, what: "peer", got: peer, limit });
+        }
+        gpu.bind()?;
+        communicator.check()?;
+        if let State::Open(nccl) = &*communicator.lock() {
+            // SAFETY: the length was checked; the call shares the buffer, and lives as long as its recording.
+            unsafe { nccl.enqueue(gpu, *collective, values.pointer(), *len) }.map_err(|what| gpu.error(what))?;
+        }
+        communicator.wait_ready()
+    }
+
+    /// Waits until NCCL's host threads are done with what was asked for.
+    fn wait_ready(&self) -> Result<(), KernelError> {
+        let start = Instant::now();
+        loop {
+            let state = match &*self.lock() {
+                State::Open(nccl) => nccl.is_ready(),
+                State::Aborted(_) => Ok(true),
+            };
+            match state {
+                Ok(true) => return self.check(),
+                Ok(false) => self.look(start.elapsed()),
+                Err(what) => self.abort(&what),
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    /// Aborts if the group has ended, NCCL has failed, or the others were waited for too long.
+    pub(super) fn look(&self, waited: Duration) {
+        let failed = match &*self.lock() {
+            State::Open(nccl) => nccl.is_ready().err(),
+            State::Aborted(_) => return,
+        };
+        let timeout = self.group.timeout;
+        let is_late = || (waited >= timeout).then(|| format!("other GPUs did not come within {timeout:?}"));
+        if let Some(reason) = failed.or_else(&*self.group.end_reason).or_else(is_late) {
+            self.abort(&reason);
+        }
+    }
+
+    /// Ends the GPU's waiting for others; what it computes from then on is garbage.
+    pub(super) fn abort(&self, reason: &str) {
+        let state = std::mem::replace(&mut *self.lock(), State::Aborted(reason.to_owned()));
+        match state {
+            State::Open(nccl) => {
+                tracing::warn!(reason, rank = self.group.rank, "communicator of GPUs aborted");
+                close(&self.gpu, nccl);
+            }
+            // The first reason stays.
+            aborted @ State::Aborted(_) => *self.lock() = aborted,
+        }
+    }
+
+    /// Refuses to go on after an abort.
+    pub(super) fn check(&self) -> Result<(), KernelError> {
+        match self.abort_reason() {
+            None => Ok(()),
+            Some(reason) => Err(self.gpu.error(format!("its communicator was aborted: {reason}"))),
+        }
+    }
+
+    /// Why it was aborted, if it was.
+    pub(super) fn abort_reason(&self) -> Option<String> {
+        match &*self.lock() {
+            State::Open(_) => None,
+            State::Aborted(reason) => Some(reason.clone()),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for CudaCommunicator {
+    fn drop(&mut self) {
+        // What others still wait for is sent first. An error was reported to whoever launched the work.
+        let _ = self.gpu.drain_looking_after(&[self]);
+        if let State::Open(nccl) = std::mem::replace(&mut *self.lock(), State::Aborted("it was closed".to_owned())) {
+            close(&self.gpu, nccl);
+        }
+    }
+}
+
+/// Aborts on a thread of its own: the call waits for graphs that its callers still hold.
+fn close(gpu: &Arc<Gpu>, nccl: Nccl) {
+    let gpu = Arc::clone(gpu);
+    let close = move || {
+        let aborted = gpu.bind().and_then(|()| nccl.abort().map_err(|what| gpu.error(what)));
+        if let Err(error) = aborted {
+            tracing::error!(%error, "a communicator of GPUs could not be closed");
+        }
+    };
+    if let Err(error) = std::thread::Builder::new().name("nccl-close".to_owned()).spawn(close) {
+        tracing::error!(%error, "no thread to close a communicator of GPUs");
+    }
+}
+
+impl PartialEq for CudaCommunicator {
+    /// Whether it is the same.
+    fn eq(&self, other: &Self) -> bool {
+        std::ptr::eq(self, other)
+    }
+}
+
+impl std::fmt::Debug for CudaCommunicator {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(formatter, "CudaCommunicator(rank {} of {})", self.group.rank, self.group.world_size)
+    }
+}
