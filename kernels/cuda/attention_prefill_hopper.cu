@@ -24,9 +24,8 @@ constexpr unsigned SIDE_BYTES = TILE_KEYS * HEAD_DIM * 2;  // a tile of keys, or
 constexpr unsigned QUERY_BYTES = TILE_ROWS * HEAD_DIM * 2;
 // Rows of the cache that lie together.
 constexpr unsigned UNIT_ROWS = TILE_KEYS % BLOCK_SIZE == 0 ? BLOCK_SIZE : 16;
-constexpr unsigned UNITS = TILE_KEYS / UNIT_ROWS;
 // Named barriers of threads.
-constexpr unsigned TURN = 1, OWN = 3, BOTH = 5;
+constexpr unsigned TURN = 1, OWN = 3;
 
 struct Call {
     Batch batch;
@@ -97,8 +96,21 @@ struct Shared {
     }
 };
 
+// Zeros the values of a tile from row `rows` on: no token is there, its weight is zero, and zero times what another
+// sequence left there may be no number.
+__device__ __forceinline__ void clear_rows(half_t* values, uint32_t rows) {
+    constexpr uint32_t ROW_CHUNKS = PIECE / CHUNK;
+    const uint32_t chunks = (TILE_KEYS - rows) * ROW_CHUNKS;
+    for (uint32_t index = threadIdx.x % WARP; index < PIECES * chunks; index += WARP) {
+        const uint32_t piece = index / chunks, chunk = rows * ROW_CHUNKS + index % chunks;
+        *(uint4*)(values + piece * TILE_KEYS * PIECE + chunk * CHUNK) = make_uint4(0, 0, 0, 0);
+    }
+    publish_shared();
+    __syncwarp();
+}
+
 // The copying warp.
-__device__ __forceinline__ void produce(const Call& call, const Shared& shared) {
+__device__ __forceinline__ void produce(const Call& call, const Shared& shared, half_t* memory) {
     const unsigned lane = threadIdx.x % WARP;
     const uint64_t block_stride = tile_offset(1, 0, call.heads.num_key_value_heads);
     uint32_t step = 0;
@@ -110,18 +122,23 @@ __device__ __forceinline__ void produce(const Call& call, const Shared& shared) 
         for (uint32_t tile = work.num_tiles(); tile-- > 0; ++step) {
             const uint32_t stage = step % STAGES, parity = step / STAGES % 2 ^ 1;
             const uint32_t first_key = tile * TILE_KEYS;
-            const uint32_t units = min(UNITS, (work.all_keys - first_key + UNIT_ROWS - 1) / UNIT_ROWS);
+            const uint32_t keys = min(TILE_KEYS, work.all_keys - first_key);
+            const uint32_t units = (keys + UNIT_ROWS - 1) / UNIT_ROWS;
             for (unsigned side = 0; side < 2; ++side) {
                 const uint32_t to = (side == 0 ? shared.keys : shared.values) + stage * SIDE_BYTES;
                 await_barrier(shared.empty(side, stage), parity);
-                if (lane == 0) arrive_expecting(shared.full(side, stage), units * UNIT_ROWS * HEAD_DIM * 2);
+                if (side == 1 && keys < TILE_KEYS) {
+                    clear_rows(memory + (QUERY_BYTES + (STAGES + stage) * SIDE_BYTES) / 2, keys);
+                }
+                if (lane == 0) arrive_expecting(shared.full(side, stage), keys * HEAD_DIM * 2);
                 __syncwarp();
                 for (uint32_t copy = lane; copy < units * PIECES; copy += WARP) {
                     const uint32_t unit = copy / PIECES, piece = copy % PIECES, key = first_key + unit * UNIT_ROWS;
                     const half_t* from = tiles + table[key / BLOCK_SIZE] * block_stride + side * TILE +
                                          (piece * BLOCK_SIZE + key % BLOCK_SIZE) * PIECE;
-                    copy_bulk(to + (piece * TILE_KEYS + unit * UNIT_ROWS) * PIECE_BYTES, from,
-                              UNIT_ROWS * PIECE_BYTES, shared.full(side, stage));
+                    const uint32_t rows = min(UNIT_ROWS, keys - unit * UNIT_ROWS);
+                    copy_bulk(to + (piece * TILE_KEYS + unit * UNIT_ROWS) * PIECE_BYTES, from, rows * PIECE_BYTES,
+                              shared.full(side, stage));
                 }
             }
         }
@@ -258,17 +275,6 @@ __device__ __forceinline__ void store_rows(const Call& call, const Work& work, O
     }
 }
 
-// Zeros the values behind the sequence's last token: what lies there may be no number, and 0 times that is none.
-__device__ __forceinline__ void clear_tail(const Work& work, half_t* values) {
-    const uint32_t rows = work.all_keys - (work.num_tiles() - 1) * TILE_KEYS;
-    for (uint32_t index = rows * HEAD_CHUNKS + threadIdx.x - GROUP; index < TILE_KEYS * HEAD_CHUNKS;
-         index += CONSUMERS * GROUP) {
-        *(uint4*)(values + chunk_offset<TILE_KEYS>(index / HEAD_CHUNKS, index % HEAD_CHUNKS)) = make_uint4(0, 0, 0, 0);
-    }
-    publish_shared();
-    sync_threads(BOTH, CONSUMERS * GROUP);
-}
-
 // A computing warp group goes through one row tile. `step` counts tiles of keys over all work.
 __device__ __forceinline__ void consume(const Call& call, const Work& work, const Shared& shared, half_t* memory,
                                         unsigned consumer, uint32_t& step) {
@@ -303,10 +309,6 @@ __device__ __forceinline__ void consume(const Call& call, const Work& work, cons
 #pragma unroll
     for (unsigned index = 0; index < HEAD_DIM / 2; ++index) output[index] = 0.0f;
     uint32_t tile = work.num_tiles() - 1;
-    if (work.all_keys < (tile + 1) * TILE_KEYS) {
-        await_barrier(shared.full(1, step % STAGES), step / STAGES % 2);
-        clear_tail(work, memory + (QUERY_BYTES + (STAGES + step % STAGES) * SIDE_BYTES) / 2);
-    }
     await_barrier(shared.full(0, step % STAGES), step / STAGES % 2);
     sync_threads(TURN + consumer, CONSUMERS * GROUP);
     multiply_keys(scores, queries, keys_at(step % STAGES));
@@ -369,7 +371,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void attention_prefill(
     wait_for_previous();
     if (threadIdx.x < GROUP) {
         give_registers<24>();
-        if (threadIdx.x < WARP) produce(call, shared);
+        if (threadIdx.x < WARP) produce(call, shared, memory);
     } else {
         take_registers<240>();
         const unsigned consumer = threadIdx.x / GROUP - 1;
