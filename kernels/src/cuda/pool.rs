@@ -12,8 +12,9 @@ use std::{
 use super::{DevicePointer, Gpu, memory};
 use crate::KernelError;
 
-/// Sizes are rounded up to this, so that nearly equal requests share memory.
-const GRANULE_BYTES: usize = 4096;
+/// Smallest size. All are powers of two: prompts of all lengths share few of them, so that all that was ever taken for
+/// one buffer is at most four times what the largest request asked for.
+const MIN_BYTES: usize = 4096;
 /// A free buffer may be so many times larger than what is asked for.
 const MAX_WASTE: usize = 4;
 
@@ -43,6 +44,11 @@ struct State {
 struct Allocation {
     pointer: DevicePointer,
     num_bytes: usize,
+}
+
+/// Size of the memory that serves a request.
+fn size_of_request(num_bytes: usize) -> usize {
+    num_bytes.max(MIN_BYTES).checked_next_power_of_two().unwrap_or(num_bytes)
 }
 
 impl State {
@@ -108,7 +114,7 @@ impl ScratchBuffer {
     /// # Errors
     /// [`KernelError::Device`] if memory is short.
     pub fn new(gpu: &Arc<Gpu>, num_bytes: usize) -> Result<Self, KernelError> {
-        let wanted = num_bytes.max(1).next_multiple_of(GRANULE_BYTES);
+        let wanted = size_of_request(num_bytes);
         let found = gpu.pool.state().take(wanted);
         let is_hit = found.is_some();
         let Allocation { pointer, num_bytes } = match found {
@@ -139,6 +145,24 @@ impl Drop for ScratchBuffer {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn requests_of_all_lengths_share_few_sizes() {
+        let mut state = State::default();
+        let mut reserved_bytes = 0;
+        for num_bytes in (1..40_000_000).step_by(9973) {
+            let wanted = size_of_request(num_bytes);
+            assert!(wanted >= num_bytes && wanted <= (2 * num_bytes).max(MIN_BYTES));
+            let allocation = state.take(wanted).unwrap_or_else(|| {
+                reserved_bytes += wanted;
+                Allocation { pointer: DevicePointer(0), num_bytes: wanted }
+            });
+            state.statistics.used_bytes += allocation.num_bytes;
+            state.give_back(allocation);
+        }
+        assert!(reserved_bytes < 4 * 40_000_000, "{reserved_bytes}");
+        assert_eq!(size_of_request(usize::MAX), usize::MAX);
+    }
 
     #[test]
     fn memory_is_reused_and_counted() {
