@@ -261,3 +261,56 @@ fn steps_agree_with_the_cpus() {
 fn steps_of_ranks_that_meet_on_the_host_agree_with_the_cpus() {
     compare(true);
 }
+
+/// What changes from step to step is in the inputs alone, so a step that comes again gives the same bits: launched call by
+/// call at first, then recorded, then replayed.
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn a_replayed_step_gives_the_bits_of_a_launched_one() {
+    let mut model = Model::new(CudaDevice::new(0, KernelCache::default()).unwrap(), false);
+    let tables: Vec<Vec<u32>> = (0..3).map(|sequence| (10 * sequence..10 * sequence + 10).collect()).collect();
+    let prompts: Vec<_> = [20, 3, 50].into_iter().map(|len| ((0..len).collect(), 0)).collect();
+    model.step(&batch(&prompts[..2], &tables));
+    model.step(&batch(&prompts[2..], &tables[2..]));
+    for decodes in [vec![(vec![7], 20), (vec![8], 3), (vec![9], 50)], vec![(vec![7], 20)]] {
+        let batch = batch(&decodes, &tables);
+        let (launched, rows) = (model.step(&batch), model.hidden_rows(decodes.len()));
+        for repetition in 0..4 {
+            assert_eq!(model.step(&batch), launched, "repetition {repetition}");
+            assert_eq!(model.hidden_rows(decodes.len()), rows, "repetition {repetition}");
+        }
+    }
+}
+
+/// One tensor is read as bf16 by one layer, and by another one as 8-bit tiles or, of many tokens, as f16: what was made
+/// for one is never taken for the other.
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn readers_of_different_forms_get_their_own() {
+    let mut device = CudaDevice::new(0, KernelCache::default()).unwrap();
+    let layers = [GgmlType::BF16, GgmlType::Q4_K]
+        .map(|ggml_type| device.linear(vec![random_matrix(ggml_type, 64, HIDDEN, 3)]).unwrap());
+    let norm = device.vector(&[1.0; HIDDEN]).unwrap();
+    let mut random = StdRng::seed_from_u64(12);
+    let mut input = device.tensor(MAX_TOKENS, HIDDEN).unwrap();
+    let fill = |rows: &mut [f32]| {
+        rows.fill_with(|| random.random_range(-1.0..1.0));
+        Ok::<_, KernelError>(())
+    };
+    device.with_host(MAX_TOKENS, &mut input, fill).unwrap();
+    let products = |device: &mut CudaDevice, num_tokens: usize, normed: &mut _| {
+        device.rms_norm(num_tokens, &input, &norm, 1e-5, normed).unwrap();
+        layers.each_ref().map(|layer| {
+            let mut output = device.tensor(MAX_TOKENS, 64).unwrap();
+            device.matmul(num_tokens, layer, normed, Epilogue::Store, &mut output).unwrap();
+            device.with_host(num_tokens, &mut output, |rows| Ok::<_, KernelError>(rows.to_vec())).unwrap()
+        })
+    };
+    let mut reused = device.tensor(MAX_TOKENS, HIDDEN).unwrap();
+    for num_tokens in [1, 20, 1, 20, 1, 1] {
+        let mut fresh = device.tensor(MAX_TOKENS, HIDDEN).unwrap();
+        let want = products(&mut device, num_tokens, &mut fresh);
+        assert!(want.iter().flatten().all(|value| value.is_finite() && *value != 0.0));
+        assert_eq!(products(&mut device, num_tokens, &mut reused), want, "{num_tokens} tokens");
+    }
+}

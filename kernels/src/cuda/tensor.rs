@@ -27,11 +27,19 @@ pub struct CudaTensor {
     width: usize,
     values: Arc<DeviceBuffer>,
     /// Buffers of other forms that were ever needed. Those who read rows ask for them, hence the cell.
-    others: RefCell<Activations>,
+    others: RefCell<Others>,
     /// Forms that were asked for, of few tokens and of many.
     asked: [Cell<Forms>; 2],
     /// Forms that hold the present rows.
     current: Cell<Forms>,
+}
+
+/// Buffers beside the f32 rows.
+#[derive(Default)]
+struct Others {
+    tiles: Option<Arc<DeviceBuffer>>,
+    /// Of either 16-bit type: `current` says of which the rows in it are.
+    halves: Option<Arc<DeviceBuffer>>,
 }
 
 impl CudaTensor {
@@ -44,7 +52,7 @@ impl CudaTensor {
             max_tokens,
             width,
             values: Arc::new(DeviceBuffer::zeroed(gpu, num_bytes)?),
-            others: RefCell::new(Activations { columns: width, tiles: None, halves: None, values: None }),
+            others: RefCell::default(),
             asked: [const { Cell::new(NO_FORMS) }; 2],
             current: Cell::new(NO_FORMS),
         })
@@ -106,12 +114,13 @@ impl CudaTensor {
         Ok((self.pick(forms), (missing != NO_FORMS).then(|| self.pick(missing))))
     }
 
+    /// Buffers for `forms`, as far as there are any.
     fn pick(&self, forms: Forms) -> Activations {
         let others = self.others.borrow();
         Activations {
             columns: self.width,
             tiles: others.tiles.clone().filter(|_| forms.tiles),
-            halves: others.halves.clone().filter(|(half_type, _)| Some(*half_type) == forms.halves),
+            halves: forms.halves.zip(others.halves.clone()),
             values: forms.values.then(|| Arc::clone(&self.values)),
         }
     }
@@ -121,13 +130,13 @@ impl CudaTensor {
         let mut others = self.others.borrow_mut();
         let wanted = Forms {
             tiles: forms.tiles && others.tiles.is_none(),
-            halves: forms.halves.filter(|wanted| others.halves.as_ref().is_none_or(|(have, _)| have != wanted)),
+            halves: forms.halves.filter(|_| others.halves.is_none()),
             values: false,
         };
         if wanted != NO_FORMS {
             let new = Activations::zeroed(&self.gpu, self.max_tokens, self.width, wanted)?;
             others.tiles = new.tiles.or(others.tiles.take());
-            others.halves = new.halves.or(others.halves.take());
+            others.halves = new.halves.map(|(_, buffer)| buffer).or(others.halves.take());
         }
         Ok(())
     }
