@@ -17,7 +17,6 @@ use crate::KernelError;
 /// Recorded work of one GPU.
 pub struct Graph {
     gpu: Arc<Gpu>,
-    recorded: CUgraph,
     executable: CUgraphExec,
 }
 
@@ -32,32 +31,15 @@ impl Graph {
     /// # Errors
     /// What `body` returns, or [`KernelError::Device`] if it does what cannot be recorded.
     pub fn record<E: From<KernelError>>(gpu: &Arc<Gpu>, body: impl FnOnce() -> Result<(), E>) -> Result<Self, E> {
-        gpu.bind()?;
-        let cu_stream = gpu.stream().cu_stream();
-        // Other threads may allocate while this one records.
-        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // SAFETY: the stream lives and belongs to this GPU alone.
-        unsafe { stream::begin_capture(cu_stream, mode) }.map_err(gpu.failed("cuStreamBeginCapture"))?;
-        let outcome = body();
-        // SAFETY: as above. A recording is ended whatever came of `body`.
-        let recorded = unsafe { stream::end_capture(cu_stream) }.map_err(gpu.failed("cuStreamEndCapture"));
-        let mut graph = Self { gpu: Arc::clone(gpu), recorded: std::ptr::null_mut(), executable: std::ptr::null_mut() };
-        graph.recorded = match (outcome, recorded) {
-            (Ok(()), recorded) => recorded?,
-            (Err(error), recorded) => {
-                // Dropped with `graph`.
-                graph.recorded = recorded.unwrap_or(std::ptr::null_mut());
-                return Err(error);
-            }
-        };
-        if graph.recorded.is_null() {
-            return Err(gpu.error("cuStreamEndCapture gave no graph".to_owned()).into());
-        }
-        // SAFETY: a graph that was just recorded.
-        graph.executable = unsafe { graph::instantiate(graph.recorded, CUgraphInstantiate_flags(0)) }
+        let mut recording = Recording::begin(gpu)?;
+        body()?;
+        let recorded = recording.end()?;
+        // SAFETY: a graph that was just recorded, and that is destroyed after this: the result needs it no more.
+        let executable = unsafe { graph::instantiate(recorded, CUgraphInstantiate_flags(0)) }
             .map_err(gpu.failed("cuGraphInstantiate"))?;
+        let graph = Self { gpu: Arc::clone(gpu), executable };
         // SAFETY: just instantiated.
-        unsafe { graph::upload(graph.executable, cu_stream) }.map_err(gpu.failed("cuGraphUpload"))?;
+        unsafe { graph::upload(graph.executable, gpu.stream().cu_stream()) }.map_err(gpu.failed("cuGraphUpload"))?;
         Ok(graph)
     }
 
@@ -76,18 +58,51 @@ impl Graph {
 impl Drop for Graph {
     fn drop(&mut self) {
         let destroyed = self.gpu.drain().and_then(|()| {
-            if !self.executable.is_null() {
-                // SAFETY: instantiated in `record`, destroyed once, not executing.
-                unsafe { graph::exec_destroy(self.executable) }.map_err(self.gpu.failed("cuGraphExecDestroy"))?;
-            }
-            if !self.recorded.is_null() {
-                // SAFETY: recorded in `record`, destroyed once.
-                unsafe { graph::destroy(self.recorded) }.map_err(self.gpu.failed("cuGraphDestroy"))?;
-            }
-            Ok(())
+            // SAFETY: instantiated in `record`, destroyed once, not executing.
+            unsafe { graph::exec_destroy(self.executable) }.map_err(self.gpu.failed("cuGraphExecDestroy"))
         });
         if let Err(error) = destroyed {
             tracing::error!(%error, "a recorded graph could not be destroyed");
+        }
+    }
+}
+
+/// A recording under way. However it is left, the stream takes work again afterwards and the driver's graph is destroyed.
+struct Recording<'a> {
+    gpu: &'a Gpu,
+    /// What was recorded, once it is ended.
+    recorded: Option<CUgraph>,
+}
+
+impl<'a> Recording<'a> {
+    fn begin(gpu: &'a Gpu) -> Result<Self, KernelError> {
+        gpu.bind()?;
+        // Other threads may allocate while this one records.
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream lives and belongs to this GPU alone.
+        unsafe { stream::begin_capture(gpu.stream().cu_stream(), mode) }.map_err(gpu.failed("cuStreamBeginCapture"))?;
+        Ok(Self { gpu, recorded: None })
+    }
+
+    fn end(&mut self) -> Result<CUgraph, KernelError> {
+        // SAFETY: begun in `begin`; a failure ends it as well, so it is ended once.
+        let ended = unsafe { stream::end_capture(self.gpu.stream().cu_stream()) };
+        let recorded = *self.recorded.insert(ended.as_ref().copied().unwrap_or(std::ptr::null_mut()));
+        ended.map_err(self.gpu.failed("cuStreamEndCapture"))?;
+        if recorded.is_null() {
+            return Err(self.gpu.error("cuStreamEndCapture gave no graph".to_owned()));
+        }
+        Ok(recorded)
+    }
+}
+
+impl Drop for Recording<'_> {
+    fn drop(&mut self) {
+        // An error that matters was returned before: what is destroyed here is of no more use.
+        let recorded = self.recorded.or_else(|| self.end().ok()).unwrap_or(std::ptr::null_mut());
+        if !recorded.is_null() {
+            // SAFETY: recorded by this recording, destroyed once.
+            let _ = unsafe { graph::destroy(recorded) };
         }
     }
 }

@@ -20,12 +20,20 @@ const MAX_KNOWN_STEPS: usize = 64;
 /// launches; if one that waits for a lost rank let them pile up, the next would block where nothing looks after the group.
 const MAX_COLLECTIVES_AHEAD: usize = 16;
 
-/// A list that came before, and its recording from the second time on: at the first time it loads kernels and takes
-/// scratch memory, which cannot be recorded.
+/// A list that came before.
 struct KnownStep {
     /// Destroyed before the memory that it uses.
-    graph: Option<Graph>,
+    recording: Recording,
     calls: Vec<Call>,
+}
+
+/// What became of recording a list.
+enum Recording {
+    /// Nothing yet: at the first time a list loads kernels and takes scratch memory, which cannot be recorded.
+    None,
+    Done(Graph),
+    /// It cannot be recorded, for want of memory perhaps, and is launched call by call.
+    Refused,
 }
 
 /// The step that is being described, and those that came before.
@@ -111,17 +119,28 @@ impl Steps {
             None => {
                 self.launch_each(&self.pending)?;
                 self.known.truncate(MAX_KNOWN_STEPS - 1);
-                self.known.insert(0, KnownStep { graph: None, calls: std::mem::take(&mut self.pending) });
+                let calls = std::mem::take(&mut self.pending);
+                self.known.insert(0, KnownStep { recording: Recording::None, calls });
                 return Ok(());
             }
         }
         self.pending.clear();
-        let Some(step) = self.known.first_mut() else { return Ok(()) };
-        if step.graph.is_none() {
-            let launch = || step.calls.iter().try_for_each(|call| self.launchers.launch(call));
-            step.graph = Some(Graph::record(&self.gpu, launch)?);
+        let Some(KnownStep { calls, recording }) = self.known.first_mut() else { return Ok(()) };
+        if matches!(recording, Recording::None) {
+            let launch = || calls.iter().try_for_each(|call| self.launchers.launch(call));
+            *recording = match Graph::record(&self.gpu, launch) {
+                Ok(graph) => Recording::Done(graph),
+                Err(error) => {
+                    tracing::warn!(%error, num_calls = calls.len(), "a step is not recorded and stays slow");
+                    Recording::Refused
+                }
+            };
         }
-        step.graph.iter().try_for_each(Graph::replay)
+        match self.known.first() {
+            Some(KnownStep { recording: Recording::Done(graph), .. }) => graph.replay(),
+            Some(KnownStep { calls, .. }) => self.launch_each(calls),
+            None => Ok(()),
+        }
     }
 
     /// Launches calls one by one.
