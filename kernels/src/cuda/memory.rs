@@ -160,9 +160,13 @@ impl DeviceBuffer {
             let (operation, what) = ("read", "end of a range of pinned memory");
             return Err(KernelError::OutOfRange { operation, what, got: num_bytes, limit: target.num_bytes + 1 });
         }
+        if num_bytes == 0 {
+            return Ok(());
+        }
         self.gpu.bind()?;
         let (stream, target) = (self.gpu.stream().cu_stream(), target.start.as_ptr().cast());
-        // SAFETY: both ranges were checked; the target is read and freed only after the stream is synchronized.
+        // SAFETY: both ranges were checked; the target is read and freed only after the stream is synchronized, and
+        // nobody has a reference into it: `bytes_mut` alone gives one, for as long as nobody else has the buffer.
         unsafe { sys::cuMemcpyDtoHAsync_v2(target, self.pointer.0, num_bytes, stream) }
             .result()
             .map_err(self.gpu.failed("cuMemcpyDtoHAsync"))
@@ -240,7 +244,8 @@ pub struct PinnedBuffer {
 
 // SAFETY: plain memory of this process, owned by the buffer.
 unsafe impl Send for PinnedBuffer {}
-// SAFETY: shared access reads, or lets the GPU copy in the order of its stream.
+// SAFETY: shared access gives no reference to the memory: it copies out of it, or lets the GPU copy in the order of its
+// stream.
 unsafe impl Sync for PinnedBuffer {}
 
 impl PartialEq for PinnedBuffer {
@@ -279,15 +284,23 @@ impl PinnedBuffer {
         self.num_bytes
     }
 
-    /// Its content once copies to it are done.
+    /// Copies its first bytes into `values` once copies to it are done.
     ///
     /// # Errors
-    /// [`KernelError::Device`] if work before failed: it waits for the stream.
-    pub fn bytes(&self) -> Result<&[u8], KernelError> {
+    /// [`KernelError::OutOfRange`] if it is too small, [`KernelError::Device`] if work before failed: it waits for the
+    /// stream.
+    pub fn read<T: NoUninit + AnyBitPattern>(&self, values: &mut [T]) -> Result<(), KernelError> {
+        let num_bytes = size_of_val(values);
+        if num_bytes > self.num_bytes {
+            let (operation, what) = ("read", "end of a range of pinned memory");
+            return Err(KernelError::OutOfRange { operation, what, got: num_bytes, limit: self.num_bytes + 1 });
+        }
         self.gpu.synchronize()?;
-        // SAFETY: initialized in `zeroed`, owned by `self`; no copy is under way, and the one thread that the device
-        // belongs to starts none while it reads.
-        Ok(unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.num_bytes) })
+        let target: &mut [u8] = bytemuck::cast_slice_mut(values);
+        // SAFETY: initialized in `zeroed`, and so many bytes long. No copy is under way, and the one thread that drives
+        // the GPU is here, so none begins.
+        unsafe { std::ptr::copy_nonoverlapping(self.start.as_ptr(), target.as_mut_ptr(), num_bytes) };
+        Ok(())
     }
 
     /// Its content, to be changed once copies from it are done.
@@ -296,7 +309,7 @@ impl PinnedBuffer {
     /// [`KernelError::Device`] if work before failed: it waits for the stream.
     pub fn bytes_mut(&mut self) -> Result<&mut [u8], KernelError> {
         self.gpu.synchronize()?;
-        // SAFETY: as in `bytes`; borrowed exclusively, and no copy is under way.
+        // SAFETY: initialized in `zeroed`; borrowed exclusively, and no copy is under way.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.num_bytes) })
     }
 }

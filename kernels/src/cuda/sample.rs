@@ -232,8 +232,9 @@ impl Sample {
     pub fn finish(&self, call: &SampleCall, rows: &[SampleRow]) -> Result<Vec<Candidates>, KernelError> {
         let plan = &call.plan;
         let [_, _, top, raw_top, end] = plan.sections();
-        let outputs: &[u64] = bytemuck::cast_slice(&call.results.bytes()?[..end]);
-        let words: &[u32] = bytemuck::cast_slice(outputs);
+        let mut outputs = vec![0_u64; end / size_of::<u64>()];
+        call.results.read(&mut outputs)?;
+        let words: &[u32] = bytemuck::cast_slice(&outputs);
         let keys = |offset: usize, stride: usize, row: usize, wanted: usize| {
             let keys = &outputs[offset / size_of::<u64>() + row * stride..];
             keys[..wanted.min(plan.width)].iter().map(|key| candidate(*key, plan.first_token)).collect::<Vec<_>>()
