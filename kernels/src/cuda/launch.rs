@@ -16,6 +16,8 @@ use cudarc::driver::{
 use super::{DeviceBuffer, DevicePointer, Gpu, ScratchBuffer};
 use crate::KernelError;
 
+/// Most blocks of a launch along each axis.
+const MAX_GRID: [u32; 3] = [i32::MAX as u32, u16::MAX as u32, u16::MAX as u32];
 /// Shared memory that a block may have without asking.
 const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
 
@@ -159,7 +161,8 @@ impl Kernel {
     /// Starts it after all work before, overlapping the end of the kernel before.
     ///
     /// # Errors
-    /// [`KernelError::Device`] if the driver refuses the launch. What goes wrong while it runs is reported by a later
+    /// [`KernelError::OutOfRange`] for more blocks than a GPU takes, [`KernelError::Device`] if the driver refuses the
+    /// launch. What goes wrong while it runs is reported by a later
     /// call, at the latest by [`Gpu::synchronize`].
     ///
     /// # Safety
@@ -168,6 +171,10 @@ impl Kernel {
     pub unsafe fn launch(&self, gpu: &Gpu, launch: Launch, arguments: &[Argument<'_>]) -> Result<(), KernelError> {
         if launch.grid.contains(&0) {
             return Ok(());
+        }
+        if let Some((got, limit)) = launch.grid.into_iter().zip(MAX_GRID).find(|(got, limit)| got > limit) {
+            let (what, got, limit) = ("blocks of a launch", got as usize, limit as usize + 1);
+            return Err(KernelError::OutOfRange { operation: self.name, what, got, limit });
         }
         gpu.bind()?;
         let mut parameters: Vec<*mut c_void> = arguments.iter().map(Argument::address).collect();
