@@ -309,8 +309,9 @@ extern "C" __global__ void __launch_bounds__(TOP_THREADS)
         for (unsigned distance = run / 2; distance > 0; distance /= 2) {
             for (unsigned place = threadIdx.x; place < size; place += TOP_THREADS) {
                 const unsigned other = place ^ distance;
+                if (other < place) continue;  // its partner's to swap
                 const uint64_t one = found[place], two = found[other];
-                if (other > place && (one < two) == ((place & run) == 0)) {
+                if ((one < two) == ((place & run) == 0)) {
                     found[place] = two;
                     found[other] = one;
                 }
