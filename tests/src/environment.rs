@@ -20,6 +20,11 @@ pub fn python() -> anyhow::Result<PathBuf> {
     path_of("LOCKSTEP_TEST_PYTHON")
 }
 
+/// A Python with torch and transformers: `LOCKSTEP_TEST_TORCH_PYTHON`, or `python3`.
+pub fn torch_python() -> PathBuf {
+    env::var_os("LOCKSTEP_TEST_TORCH_PYTHON").map_or_else(|| PathBuf::from("python3"), PathBuf::from)
+}
+
 fn path_of(variable: &str) -> anyhow::Result<PathBuf> {
     let path = env::var_os(variable).map(PathBuf::from);
     let path = path.with_context(|| format!("{variable} is not set: run the tests with tests/run.sh"))?;

@@ -8,6 +8,7 @@ mod cancellation;
 mod continuous_batching;
 mod foreign_client;
 mod gpu;
+mod hugging_face;
 mod memory;
 mod oracle;
 mod prompts;
