@@ -6,7 +6,7 @@ mod gpu;
 
 use lockstep_kernels::{
     KernelError,
-    cuda::{DeviceBuffer, Gpu, Graph, KernelCache, Launch, PinnedBuffer, ScratchBuffer, sources::Source},
+    cuda::{DeviceBuffer, Gpu, Graph, KernelCache, Launch, PinnedBuffer, ScratchBuffer, Staging, sources::Source},
 };
 
 static SOURCE: Source = Source {
@@ -66,15 +66,36 @@ fn copies_are_checked_and_scratch_is_reused() {
     let mut pinned = PinnedBuffer::zeroed(&gpu, 8).unwrap();
     pinned.bytes_mut().unwrap().copy_from_slice(&[1, 2, 3, 4, 5, 6, 7, 8]);
     let buffer = DeviceBuffer::zeroed(&gpu, 7).unwrap();
-    buffer.write_pinned(&pinned, 2..7).unwrap();
+    buffer.write_pinned(2, &pinned, 2..7).unwrap();
     assert_eq!(gpu::download::<u8>(&buffer, 7), [0, 0, 3, 4, 5, 6, 7]);
-    assert!(buffer.write_pinned(&pinned, 2..8).is_err() && buffer.write_pinned(&pinned, 8..9).is_err());
+    assert!(buffer.write_pinned(2, &pinned, 2..8).is_err() && buffer.write_pinned(0, &pinned, 8..9).is_err());
     assert!(buffer.write(5, &[0_u8; 3]).is_err() && buffer.read(8, &mut [0_u8; 0]).is_err());
     let first = ScratchBuffer::new(&gpu, 10_000).unwrap().pointer();
     let again = ScratchBuffer::new(&gpu, 11_000).unwrap();
     assert_eq!(again.pointer(), first);
     let statistics = gpu.pool_statistics();
     assert_eq!((statistics.num_requests, statistics.num_hits, statistics.high_water_bytes), (2, 1, 16_384));
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn what_is_staged_arrives_piece_by_piece() {
+    let gpu = gpu::open();
+    let mut staging = Staging::new(&gpu);
+    // A small one, then one of several pieces with a rest, then one whose unit is larger than a piece.
+    for (len, unit) in [(1000, 3), (40_000_003, 7), (20_000_000, 20_000_000), (0, 1)] {
+        let value = |index: usize| (index * 31 % 251) as u8;
+        let buffer = staging
+            .upload(len, unit, |start, bytes| {
+                assert!(start % unit == 0 && (bytes.len() % unit == 0 || start + bytes.len() == len));
+                bytes.iter_mut().zip(start..).for_each(|(byte, index)| *byte = value(index));
+            })
+            .unwrap();
+        assert!(
+            gpu::download::<u8>(&buffer, len).into_iter().eq((0..len).map(value)),
+            "{len} bytes in units of {unit}"
+        );
+    }
 }
 
 #[test]

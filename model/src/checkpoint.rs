@@ -23,6 +23,10 @@ use crate::{
     text_source::TextSource,
 };
 
+/// Threads that read one slice, and the least that each reads: from the page cache one thread copies a few GB/s.
+const MAX_READERS: usize = 8;
+const MIN_THREAD_BYTES: usize = 1 << 20;
+
 /// An open checkpoint: header parsed and checked, weights read by position when asked for.
 #[derive(Debug)]
 pub struct Checkpoint {
@@ -180,14 +184,9 @@ impl Checkpoint {
         })?;
         let (file, row_bytes, slice) = self.locate(tensor, &rows, &columns)?;
         let first = tensor.offset + rows.start as u64 * row_bytes + slice.start as u64;
+        let source = RowReader { file, tensor: &tensor.name, row_bytes, width: slice.len() };
         let mut bytes = vec![0; rows.len() * slice.len()];
-        if slice.len() as u64 == row_bytes {
-            file.read_exact_at(&mut bytes, first, &tensor.name)?;
-        } else if !slice.is_empty() {
-            for (index, row) in bytes.chunks_exact_mut(slice.len()).enumerate() {
-                file.read_exact_at(row, first + index as u64 * row_bytes, &tensor.name)?;
-            }
-        }
+        source.read_side_by_side(first, &mut bytes)?;
         Ok(bytes)
     }
 
@@ -233,6 +232,52 @@ impl Checkpoint {
     fn invalid(&self, file: usize, field: String, problem: String) -> ModelError {
         let path = self.files.get(file).map(|file| file.path().to_owned()).unwrap_or_default();
         ModelError::Invalid { path, field, problem }
+    }
+}
+
+/// Reads the same columns of consecutive rows.
+#[derive(Clone, Copy)]
+struct RowReader<'a> {
+    file: &'a PositionedFile,
+    /// For errors.
+    tensor: &'a str,
+    /// Of a whole row.
+    row_bytes: u64,
+    /// Bytes wanted of each.
+    width: usize,
+}
+
+impl RowReader<'_> {
+    /// Fills `bytes` with rows from position `first` on; large ones by several threads.
+    fn read_side_by_side(self, first: u64, bytes: &mut [u8]) -> Result<(), ModelError> {
+        let num_threads = (bytes.len() / MIN_THREAD_BYTES).clamp(1, MAX_READERS);
+        let num_threads = num_threads.min(std::thread::available_parallelism().map_or(1, usize::from));
+        if num_threads == 1 {
+            return self.read(first, bytes);
+        }
+        let rows_each = (bytes.len() / self.width).div_ceil(num_threads);
+        std::thread::scope(|scope| {
+            let pieces = bytes.chunks_mut(rows_each * self.width).enumerate();
+            let threads: Vec<_> = pieces
+                .map(|(index, piece)| {
+                    let first = first + (index * rows_each) as u64 * self.row_bytes;
+                    scope.spawn(move || self.read(first, piece))
+                })
+                .collect();
+            threads
+                .into_iter()
+                .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        })
+    }
+
+    fn read(self, first: u64, bytes: &mut [u8]) -> Result<(), ModelError> {
+        if self.width as u64 == self.row_bytes {
+            return self.file.read_exact_at(bytes, first, self.tensor);
+        }
+        for (index, row) in bytes.chunks_exact_mut(self.width.max(1)).enumerate() {
+            self.file.read_exact_at(row, first + index as u64 * self.row_bytes, self.tensor)?;
+        }
+        Ok(())
     }
 }
 

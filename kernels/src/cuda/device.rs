@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use super::{
     Activations, CollectiveCall, CudaCommunicator, CudaKvCache, CudaTensor, DeviceBuffer, Gpu, HalfType, KernelCache,
+    Staging,
     attention::{AttentionCall, Batch},
     call::Call,
     convert::ConvertCall,
@@ -41,6 +42,8 @@ pub struct CudaDevice {
     partial: CudaTensor,
     /// Samples rows that want more candidates than the GPU can sort.
     team: Team,
+    /// The way of weights to the GPU, given up when steps begin.
+    staging: RefCell<Option<Staging>>,
 }
 
 /// What the layers of a step share, by what identifies it: addresses of what the calls borrow, which stays unchanged
@@ -67,6 +70,7 @@ impl CudaDevice {
             partial: CudaTensor::zeroed(&gpu, 0, 0)?,
             team: Team::new(1)?,
             gpu,
+            staging: RefCell::default(),
         })
     }
 
@@ -185,7 +189,9 @@ impl Device for CudaDevice {
     }
 
     fn linear(&self, matrices: Vec<HostMatrix>) -> Result<Arc<CudaLinear>, KernelError> {
-        Ok(Arc::new(CudaLinear::new(&self.gpu, matrices)?))
+        let mut staging = self.staging.borrow_mut();
+        let staging = staging.get_or_insert_with(|| Staging::new(&self.gpu));
+        Ok(Arc::new(CudaLinear::upload(staging, matrices)?))
     }
 
     fn kv_cache(&self, spec: KvCacheSpec) -> Result<CudaKvCache, KernelError> {
@@ -225,6 +231,7 @@ impl Device for CudaDevice {
                 Ok(result)
             }
             Err(error) => {
+        self.staging.take();
                 self.steps.abandon();
                 Err(error)
             }

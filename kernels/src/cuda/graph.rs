@@ -119,7 +119,7 @@ impl Gpu {
         Ok(start.elapsed_ms(&end).map_err(self.failed("cuEventElapsedTime"))?)
     }
 
-    fn record_event(&self) -> Result<CudaEvent, KernelError> {
+    pub(super) fn record_event(&self) -> Result<CudaEvent, KernelError> {
         self.bind()?;
         let flags = Some(CUevent_flags::CU_EVENT_DEFAULT);
         self.stream().record_event(flags).map_err(self.failed("cuEventRecord"))

@@ -109,7 +109,7 @@ impl StepInputs {
         if !pending.is_empty() {
             let bytes = &self.staged[pending.clone()];
             self.pinned.bytes_mut()?[pending.clone()].copy_from_slice(bytes);
-            self.buffer.write_pinned(&self.pinned, pending)?;
+            self.buffer.write_pinned(pending.start, &self.pinned, pending)?;
             self.num_sent = self.staged.len();
         }
         Ok(())

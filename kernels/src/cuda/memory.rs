@@ -114,13 +114,13 @@ impl DeviceBuffer {
         self.gpu.synchronize()
     }
 
-    /// Copies `range` of `source` to the same range of this buffer; the copy runs beside the host.
+    /// Copies `range` of `source` to byte `offset`; the copy runs beside the host.
     ///
     /// # Errors
     /// [`KernelError::OutOfRange`] if one of them is too small, [`KernelError::Device`] if the driver fails.
-    pub fn write_pinned(&self, source: &PinnedBuffer, range: Range<usize>) -> Result<(), KernelError> {
-        self.check_range("write", range.start, range.len())?;
-        let (start, got, limit) = (range.start, range.end, source.num_bytes + 1);
+    pub fn write_pinned(&self, offset: usize, source: &PinnedBuffer, range: Range<usize>) -> Result<(), KernelError> {
+        self.check_range("write", offset, range.len())?;
+        let (got, limit) = (range.end, source.num_bytes + 1);
         if got >= limit {
             let what = "end of a range of pinned memory";
             return Err(KernelError::OutOfRange { operation: "write", what, got, limit });
@@ -130,9 +130,9 @@ impl DeviceBuffer {
         }
         self.gpu.bind()?;
         // SAFETY: inside the allocation, which is initialized.
-        let bytes = unsafe { std::slice::from_raw_parts(source.start.as_ptr().add(start), range.len()) };
-        // SAFETY: both ranges were checked; the source is not changed or freed before the stream is synchronized.
-        unsafe { result::memcpy_htod_async(self.pointer.offset_bytes(start).0, bytes, self.gpu.stream().cu_stream()) }
+        let bytes = unsafe { std::slice::from_raw_parts(source.start.as_ptr().add(range.start), range.len()) };
+        // SAFETY: both ranges were checked; the source is not changed or freed before the copy is done.
+        unsafe { result::memcpy_htod_async(self.pointer.offset_bytes(offset).0, bytes, self.gpu.stream().cu_stream()) }
             .map_err(self.gpu.failed("cuMemcpyHtoDAsync"))
     }
 
@@ -309,8 +309,17 @@ impl PinnedBuffer {
     /// [`KernelError::Device`] if work before failed: it waits for the stream.
     pub fn bytes_mut(&mut self) -> Result<&mut [u8], KernelError> {
         self.gpu.synchronize()?;
+        // SAFETY: the stream was synchronized.
+        Ok(unsafe { self.bytes_mut_idle() })
+    }
+
+    /// Its content, to be changed, without waiting.
+    ///
+    /// # Safety
+    /// All copies to and from it are done.
+    pub(super) unsafe fn bytes_mut_idle(&mut self) -> &mut [u8] {
         // SAFETY: initialized in `zeroed`; borrowed exclusively, and no copy is under way.
-        Ok(unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.num_bytes) })
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.num_bytes) }
     }
 }
 

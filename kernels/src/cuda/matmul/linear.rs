@@ -11,12 +11,12 @@ use rayon::prelude::*;
 use super::layout::{GROUP_ROWS, Layout, TILE_COLUMNS};
 use crate::{
     KernelError,
-    cuda::{DeviceBuffer, DevicePointer, Gpu},
+    cuda::{DeviceBuffer, DevicePointer, Gpu, Staging},
     ops::HostMatrix,
 };
 
-/// Bytes that are packed before they are copied to the GPU.
-const PIECE_BYTES: usize = 64 << 20;
+/// Bytes that a thread copies at a time.
+const COPY_BYTES: usize = 1 << 20;
 
 /// A linear layer: matrices of equal width whose outputs are stacked.
 #[derive(Debug, PartialEq)]
@@ -53,11 +53,19 @@ pub(super) struct Part {
 }
 
 impl CudaLinear {
+    /// A single layer, as [`upload`](Self::upload) makes it.
+    ///
+    /// # Errors
+    /// Those of [`upload`](Self::upload).
+    pub fn new(gpu: &Arc<Gpu>, matrices: Vec<HostMatrix>) -> Result<Self, KernelError> {
+        Self::upload(&mut Staging::new(gpu), matrices)
+    }
+
     /// Packs the matrices one after the other, each freed when it is done.
     ///
     /// # Errors
     /// [`KernelError::Shape`] if lengths disagree, [`KernelError::Device`] if memory is short.
-    pub fn new(gpu: &Arc<Gpu>, matrices: Vec<HostMatrix>) -> Result<Self, KernelError> {
+    pub fn upload(staging: &mut Staging, matrices: Vec<HostMatrix>) -> Result<Self, KernelError> {
         let columns = matrices.first().map_or(0, |matrix| matrix.columns);
         if columns == 0 {
             return Err(shape("columns of a linear layer", 0, 1));
@@ -72,7 +80,7 @@ impl CudaLinear {
             rows += matrix.rows;
             // Rows that do not exist are no work for a kernel.
             if matrix.rows > 0 {
-                parts.push(Part::new(gpu, matrix, first_row)?);
+                parts.push(Part::new(staging, matrix, first_row)?);
             }
         }
         Ok(Self { parts, rows, columns })
@@ -100,7 +108,7 @@ impl CudaLinear {
 }
 
 impl Part {
-    fn new(gpu: &Arc<Gpu>, matrix: HostMatrix, first_row: usize) -> Result<Self, KernelError> {
+    fn new(staging: &mut Staging, matrix: HostMatrix, first_row: usize) -> Result<Self, KernelError> {
         let HostMatrix { ggml_type, rows, columns, bytes } = matrix;
         let row_bytes = ggml_type
             .bytes_of(columns)
@@ -109,8 +117,8 @@ impl Part {
             return Err(shape("bytes of a matrix", bytes.len(), row_bytes.saturating_mul(rows)));
         }
         let (format, data) = match Layout::of(ggml_type) {
-            None => (Format::Plain(ggml_type), DeviceBuffer::from_slice(gpu, &bytes)?),
-            Some(layout) => (Format::Tiles(layout), pack(gpu, layout, ggml_type, columns, row_bytes, &bytes)?),
+            None => (Format::Plain(ggml_type), copy(staging, &bytes)?),
+            Some(layout) => (Format::Tiles(layout), pack(staging, layout, ggml_type, columns, row_bytes, &bytes)?),
         };
         Ok(Self { format, rows, first_row, data })
     }
@@ -121,9 +129,17 @@ impl Part {
     }
 }
 
-/// Packs rows group by group, all threads side by side, and copies them to the GPU piece by piece.
+/// Copies rows as they are.
+fn copy(staging: &mut Staging, rows: &[u8]) -> Result<DeviceBuffer, KernelError> {
+    staging.upload(rows.len(), 1, |start, target| {
+        let pieces = target.par_chunks_mut(COPY_BYTES).zip(rows[start..].par_chunks(COPY_BYTES));
+        pieces.for_each(|(target, rows)| target.copy_from_slice(&rows[..target.len()]));
+    })
+}
+
+/// Packs rows group by group, all threads side by side.
 fn pack(
-    gpu: &Arc<Gpu>,
+    staging: &mut Staging,
     layout: Layout,
     ggml_type: GgmlType,
     columns: usize,
@@ -133,15 +149,14 @@ fn pack(
     let group_bytes = columns.div_ceil(TILE_COLUMNS) * layout.tile_bytes();
     let source_bytes = row_bytes * GROUP_ROWS;
     let num_groups = rows.len().div_ceil(source_bytes);
-    let data = DeviceBuffer::uninit(gpu, num_groups * group_bytes)?;
-    let groups_each = (PIECE_BYTES / group_bytes).max(1);
-    for (piece, rows) in rows.chunks(groups_each * source_bytes).enumerate() {
-        let mut packed = vec![0_u8; rows.len().div_ceil(source_bytes) * group_bytes];
-        let groups = packed.par_chunks_exact_mut(group_bytes).zip(rows.par_chunks(source_bytes));
-        groups.for_each(|(group, rows)| layout.pack_group(ggml_type, row_bytes, rows, group));
-        data.write(piece * groups_each * group_bytes, &packed)?;
-    }
-    Ok(data)
+    staging.upload(num_groups * group_bytes, group_bytes, |start, target| {
+        let rows = &rows[start / group_bytes * source_bytes..];
+        let groups = target.par_chunks_exact_mut(group_bytes).zip(rows.par_chunks(source_bytes));
+        groups.for_each(|(group, rows)| {
+            group.fill(0);
+            layout.pack_group(ggml_type, row_bytes, rows, group);
+        });
+    })
 }
 
 pub(super) fn shape(what: &'static str, got: usize, expected: usize) -> KernelError {

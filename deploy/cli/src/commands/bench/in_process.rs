@@ -35,6 +35,8 @@ pub struct InProcessTarget {
     /// For the report.
     pub description: String,
     /// Token ids below it are valid.
+    /// Bytes of the checkpoint that the ranks loaded.
+    pub num_bytes: u64,
     pub vocab_size: usize,
     /// Longest sequence.
     pub max_sequence_tokens: usize,
@@ -87,12 +89,13 @@ impl InProcessTarget {
         let leader = replica.leader().context("the replica has no leader")?.clone();
         let device = match devices.selection() {
             DeviceSelection::Cpu if args.threads == 0 => String::from("all threads"),
+        let num_bytes = bar.position();
             DeviceSelection::Cpu => format!("threads per rank: {}", args.threads),
             selection => format!("{selection} ({})", devices.reason()),
         };
         let name = super::super::coordinator::default_model_name(&model.to_string_lossy());
         let description = format!(
-            "{name} in process, tensor {} x pipeline {}, {device}",
+            "{name} in process, tensor {} x pipeline {}, {device}{kv}",
             args.tensor_parallel, args.pipeline_parallel
         );
         Ok(Self {
@@ -103,6 +106,7 @@ impl InProcessTarget {
             max_sequence_tokens,
         })
     }
+            num_bytes,
 
     /// Runs one sequence to its end.
     ///

@@ -2,7 +2,7 @@
 //! and the last), `tg N x C` (all tokens of C simultaneous requests by the time from the first token to the last), both
 //! `@ D` after prompts of D tokens if they are not of the usual length.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 
@@ -65,6 +65,30 @@ impl Target {
         let got = times.tokens.len();
         anyhow::ensure!(got == max_tokens, "{got} tokens were generated, {max_tokens} were asked for");
         Ok(times)
+    }
+}
+
+/// How long a start takes, from the beginning of the command.
+#[derive(Debug)]
+pub struct Startup {
+    /// Bytes of the checkpoint that the ranks loaded.
+    pub num_bytes: u64,
+    /// Until the replica was ready.
+    pub load: Duration,
+    /// Until the first token of the first request.
+    pub first_token: Duration,
+}
+
+impl Startup {
+    /// Times the first token of a replica that took `load` to be ready, counted from `start`.
+    ///
+    /// # Errors
+    /// If the request fails.
+    pub async fn measure(target: &InProcessTarget, start: Instant, load: Duration) -> anyhow::Result<Self> {
+        let mut prompts = Prompts { vocab_size: target.vocab_size, state: 0 };
+        let times = target.generate(prompts.next(USUAL_DEPTH.min(target.max_sequence_tokens - 1)), 1).await?;
+        let first = times.tokens.first().context("the replica ended without a token")?;
+        Ok(Self { num_bytes: target.num_bytes, load, first_token: *first - start })
     }
 }
 

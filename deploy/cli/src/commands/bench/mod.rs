@@ -5,9 +5,16 @@ mod cluster;
 mod in_process;
 mod measure;
 
+use std::time::Instant;
+
+use lockstep_sharding::format_bytes;
 use serde_json::json;
 
-use self::{cluster::ClusterTarget, in_process::InProcessTarget, measure::Target};
+use self::{
+    cluster::ClusterTarget,
+    in_process::InProcessTarget,
+    measure::{Startup, Target},
+};
 use crate::{
     client::ServerArgs,
     output::{print, print_line},
@@ -80,9 +87,14 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         let problem = "--decode needs at least 2; --repetitions, --prefill, --depth and --concurrent at least 1";
         return Err(crate::UsageError(String::from(problem)).into());
     }
-    let target = match &args.model {
-        Some(model) => Target::InProcess(InProcessTarget::load(model, &args)?),
-        None => Target::Cluster(ClusterTarget::connect(&args.server, &args.model_name).await?),
+    let start = Instant::now();
+    let (target, startup) = match &args.model {
+        Some(model) => {
+            let target = InProcessTarget::load(model, &args)?;
+            let startup = Startup::measure(&target, start, start.elapsed()).await?;
+            (Target::InProcess(target), Some(startup))
+        }
+        None => (Target::Cluster(ClusterTarget::connect(&args.server, &args.model_name).await?), None),
     };
     let results = measure::measure(&target, &args).await?;
     if args.json {
@@ -95,12 +107,27 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
                 })
             })
             .collect();
-        return print_line(&json!({"target": target.describe(), "tests": tests}).to_string());
+        let startup = startup.map(|startup| {
+            json!({
+                "bytes": startup.num_bytes, "load_seconds": startup.load.as_secs_f64(),
+                "first_token_seconds": startup.first_token.as_secs_f64(),
+            })
+        });
+        let report = json!({"target": target.describe(), "startup": startup, "tests": tests});
+        return print_line(&report.to_string());
     }
     let mut table = Table::new(&["TEST", "TOKENS/S", "MIN", "MAX"]);
     for result in &results {
         let number = |value: f64| format!("{value:.1}");
+    let startup = startup.map_or_else(String::new, |startup| {
+        format!(
+            "{} loaded in {:.2} s, first token after {:.2} s\n",
+            format_bytes(startup.num_bytes),
+            startup.load.as_secs_f64(),
+            startup.first_token.as_secs_f64()
+        )
+    });
         table.row(vec![result.name.clone(), number(result.median), number(result.least), number(result.most)]);
     }
-    print(&format!("{}, median of {}\n{}", target.describe(), args.repetitions, table.render()))
+    print(&format!("{}, median of {}\n{startup}{}", target.describe(), args.repetitions, table.render()))
 }
