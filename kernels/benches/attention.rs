@@ -8,6 +8,7 @@
 use std::hint::black_box;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use lockstep_formats::Dtype;
 use lockstep_kernels::{
     cpu::{CpuKvCache, Team, attention::attention, rope_and_store::rope_and_store, simd::Level},
     device::KvCacheSpec,
@@ -29,7 +30,7 @@ fn filled(num_tokens: usize, team: &Team) -> (CpuKvCache, Vec<f32>, Vec<u32>) {
         num_key_value_heads: NUM_KEY_VALUE_HEADS,
         head_dim: HEAD_DIM,
     };
-    let mut cache = CpuKvCache::new(spec).unwrap();
+    let mut cache = CpuKvCache::new(spec, Dtype::F16).unwrap();
     let mut qkv: Vec<f32> = (0..num_tokens * WIDTH).map(|index| ((index * 7919) % 1000) as f32 / 500.0 - 1.0).collect();
     let positions: Vec<u32> = (0..num_tokens as u32).collect();
     let table = RopeTable {

@@ -2,6 +2,8 @@
 //! For: the executor of a rank, which is written once and generic over it.
 //! Invariant: a device belongs to one OS thread; calls execute in order; outputs may be read after `step` returns.
 
+use lockstep_formats::Dtype;
+
 use crate::{
     KernelError,
     group::{Collective, Exchange, Group, NO_OFFER, Sum},
@@ -42,7 +44,7 @@ pub trait Device: Send + 'static {
     type Tensor: Send;
     /// A linear layer (or an embedding table): one or more quantized matrices in the device's own layout.
     type Linear: Send;
-    /// Keys and values of all layers held here, in f16.
+    /// Keys and values of all layers held here.
     type KvCache: Send;
     /// The devices of a group of ranks, this one among them.
     type Communicator: Send;
@@ -68,11 +70,11 @@ pub trait Device: Send + 'static {
     /// [`KernelError::Shape`] if lengths disagree, [`KernelError::Unsupported`] for a type the device lacks.
     fn linear(&self, matrices: Vec<HostMatrix>) -> Result<Self::Linear, KernelError>;
 
-    /// A zeroed KV cache.
+    /// A zeroed KV cache of elements of this type.
     ///
     /// # Errors
-    /// [`KernelError::Device`] if memory is short.
-    fn kv_cache(&self, spec: KvCacheSpec) -> Result<Self::KvCache, KernelError>;
+    /// [`KernelError::Device`] if memory is short, [`KernelError::Unsupported`] for a type that the device lacks.
+    fn kv_cache(&self, spec: KvCacheSpec, dtype: Dtype) -> Result<Self::KvCache, KernelError>;
 
     /// Meets the devices of the other ranks of `group`, if every one of them can; `None` otherwise, on all ranks alike.
     ///

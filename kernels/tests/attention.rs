@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, missing_docs, reason = "a failure is what a test reports")]
 
+use lockstep_formats::Dtype;
 use lockstep_kernels::{
     KernelError,
     cpu::{CpuKvCache, Team, attention::attention, rope_and_store::rope_and_store, simd::Level},
@@ -19,12 +20,14 @@ struct Shape {
     group_size: usize,
     group_offset: usize,
     block_size: usize,
+    dtype: Dtype,
 }
 
 impl Shape {
     fn new(num_heads: usize, num_key_value_heads: usize, head_dim: usize, block_size: usize) -> Self {
         let group_size = num_heads / num_key_value_heads;
-        Self { num_heads, num_key_value_heads, head_dim, group_size, group_offset: 0, block_size }
+        let dtype = Dtype::F16;
+        Self { num_heads, num_key_value_heads, head_dim, group_size, group_offset: 0, block_size, dtype }
     }
 
     fn width(&self) -> usize {
@@ -54,7 +57,8 @@ impl Scene {
             head_dim: shape.head_dim,
         };
         let mut free: Vec<u32> = (0..num_blocks as u32).collect();
-        let mut scene = Self { shape, cache: CpuKvCache::new(spec).unwrap(), qkv: vec![], block_tables: vec![] };
+        let cache = CpuKvCache::new(spec, shape.dtype).unwrap();
+        let mut scene = Self { shape, cache, qkv: vec![], block_tables: vec![] };
         let team = Team::new(1).unwrap();
         // Whatever a former owner left in the blocks must not be seen, not even what is no number.
         let slots: Vec<u32> = (0..(num_blocks * shape.block_size) as u32).collect();
@@ -152,7 +156,8 @@ fn shapes() -> Vec<Shape> {
 #[test]
 fn agrees_with_the_oracle_on_every_level() {
     let mut random = random();
-    for shape in shapes() {
+    let all_types = |shape| Dtype::ALL.map(|dtype| Shape { dtype, ..shape });
+    for shape in shapes().into_iter().flat_map(all_types) {
         let lengths = [1, random.random_range(2..40), random.random_range(260..300)];
         let scene = Scene::new(shape, &lengths, &mut random);
         let team = Team::new(2).unwrap();
@@ -172,7 +177,8 @@ fn agrees_with_the_oracle_on_every_level() {
 fn bits_depend_on_the_sequence_alone() {
     let mut random = random();
     let teams = [1, 2, 3, 7].map(|num_threads| Team::new(num_threads).unwrap());
-    for shape in shapes() {
+    let types = Dtype::ALL.into_iter().cycle();
+    for shape in shapes().into_iter().zip(types).map(|(shape, dtype)| Shape { dtype, ..shape }) {
         let lengths = [37, random.random_range(500..900), 5];
         let scene = Scene::new(shape, &lengths, &mut random);
         let row = shape.num_heads * shape.head_dim;

@@ -6,7 +6,7 @@
 mod blocks;
 
 use blocks::random_matrix;
-use lockstep_formats::GgmlType;
+use lockstep_formats::{Dtype, GgmlType};
 use lockstep_kernels::{
     Device, KernelError,
     cpu::CpuDevice,
@@ -108,7 +108,7 @@ impl<D: Device> Model<D> {
                 frequencies: (0..HEAD_DIM / 2).map(|pair| 0.8_f32.powi(pair as i32)).collect(),
                 magnitude: 1.0,
             },
-            cache: device.kv_cache(SPEC).unwrap(),
+            cache: device.kv_cache(SPEC, Dtype::F16).unwrap(),
             hidden: tensor(HIDDEN),
             normed: tensor(HIDDEN),
             qkv: tensor((HEADS + 2 * KEY_VALUE_HEADS) * HEAD_DIM),

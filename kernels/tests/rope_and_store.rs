@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, missing_docs, reason = "a failure is what a test reports")]
 
+use lockstep_formats::Dtype;
 use lockstep_kernels::{
     KernelError,
     cpu::{CpuKvCache, Level, Team, rope_and_store::rope_and_store},
@@ -11,9 +12,18 @@ use lockstep_kernels::{
 };
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::SliceRandom};
 
-fn cache(head_dim: usize, block_size: usize) -> CpuKvCache {
+/// A value as a cache of that type holds it.
+fn stored(dtype: Dtype, value: f32) -> f32 {
+    match dtype {
+        Dtype::F16 => half::f16::from_f32(value).to_f32(),
+        Dtype::Bf16 => half::bf16::from_f32(value).to_f32(),
+        Dtype::F32 => value,
+    }
+}
+
+fn cache(head_dim: usize, block_size: usize, dtype: Dtype) -> CpuKvCache {
     let spec = KvCacheSpec { num_layers: 2, num_blocks: 7, block_size, num_key_value_heads: 2, head_dim };
-    CpuKvCache::new(spec).unwrap()
+    CpuKvCache::new(spec, dtype).unwrap()
 }
 
 fn table(style: RopeStyle, rotary_dim: usize, magnitude: f32) -> RopeTable {
@@ -35,9 +45,10 @@ fn rotates_and_stores_as_the_oracle_does() {
         (33, 2, 24, 1.0),
         (16, 0, 16, 1.0),
     ];
-    for (head_dim, rotary_dim, block_size, magnitude) in cases {
+    let types = Dtype::ALL.into_iter().cycle();
+    for ((head_dim, rotary_dim, block_size, magnitude), dtype) in cases.into_iter().zip(types) {
         for style in [RopeStyle::Interleaved, RopeStyle::Halves] {
-            let (table, mut cache) = (table(style, rotary_dim, magnitude), cache(head_dim, block_size));
+            let (table, mut cache) = (table(style, rotary_dim, magnitude), cache(head_dim, block_size, dtype));
             let num_tokens = random.random_range(1..30);
             let width = (3 + 2 * 2) * head_dim;
             let positions: Vec<u32> = (0..num_tokens).map(|_| random.random_range(0..200_000)).collect();
@@ -64,10 +75,10 @@ fn rotates_and_stores_as_the_oracle_does() {
                     for head in 0..2 {
                         let narrow = |first_head: usize| -> Vec<f32> {
                             let elements = &row[(first_head + head) * head_dim..][..head_dim];
-                            elements.iter().map(|value| half::f16::from_f32(*value).to_f32()).collect()
+                            elements.iter().map(|value| stored(dtype, *value)).collect()
                         };
-                        let stored = cache.token(layer, *slot as usize, head).unwrap();
-                        assert_eq!(stored, (narrow(3), narrow(5)), "{head_dim} slot {slot} head {head}");
+                        let found = cache.token(layer, *slot as usize, head).unwrap();
+                        assert_eq!(found, (narrow(3), narrow(5)), "{head_dim} {dtype} slot {slot} head {head}");
                     }
                 }
             }
@@ -76,8 +87,15 @@ fn rotates_and_stores_as_the_oracle_does() {
 }
 
 #[test]
-fn what_is_too_large_for_f16_stays_finite() {
-    let (table, mut cache) = (table(RopeStyle::Halves, 0, 1.0), cache(16, 16));
+fn what_is_too_large_stays_finite() {
+    let largest = [65504.0, half::bf16::MAX.to_f32(), f32::MAX];
+    for (dtype, largest) in Dtype::ALL.into_iter().zip(largest) {
+        keeps_finite(dtype, largest);
+    }
+}
+
+fn keeps_finite(dtype: Dtype, largest: f32) {
+    let (table, mut cache) = (table(RopeStyle::Halves, 0, 1.0), cache(16, 16, dtype));
     let call = RopeAndStore {
         num_heads: 1,
         num_key_value_heads: 2,
@@ -86,15 +104,15 @@ fn what_is_too_large_for_f16_stays_finite() {
         positions: &[0],
         slot_mapping: &[3],
     };
-    let mut qkv = [1e30; 5 * 16];
+    let mut qkv = [f32::INFINITY; 5 * 16];
     qkv[4 * 16..].fill(f32::NEG_INFINITY);
     rope_and_store(&Team::new(1).unwrap(), Level::detect(), &call, &table, &mut qkv, &mut cache).unwrap();
-    assert_eq!(cache.token(0, 3, 1), Some((vec![65504.0; 16], vec![-65504.0; 16])));
+    assert_eq!(cache.token(0, 3, 1), Some((vec![largest; 16], vec![-largest; 16])));
 }
 
 #[test]
 fn calls_that_would_leave_the_cache_are_refused() {
-    let cache = cache(64, 16);
+    let cache = cache(64, 16, Dtype::F16);
     let good_table = table(RopeStyle::Halves, 64, 1.0);
     let good = RopeAndStore {
         num_heads: 3,
@@ -126,13 +144,13 @@ fn calls_that_would_leave_the_cache_are_refused() {
 
 #[test]
 fn a_cache_of_nothing_is_refused() {
-    let good = *cache(64, 16).spec();
+    let good = *cache(64, 16, Dtype::F16).spec();
     for spec in [
         KvCacheSpec { block_size: 0, ..good },
         KvCacheSpec { head_dim: 0, ..good },
         KvCacheSpec { num_key_value_heads: 0, ..good },
         KvCacheSpec { num_blocks: usize::MAX / 16, ..good },
     ] {
-        assert!(CpuKvCache::new(spec).is_err(), "{spec:?}");
+        assert!(CpuKvCache::new(spec, Dtype::F16).is_err(), "{spec:?}");
     }
 }

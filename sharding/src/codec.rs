@@ -8,7 +8,7 @@ use serde::{Serialize, de::DeserializeOwned};
 use crate::{ModelShape, PlanError, ShardPlan};
 
 /// First bytes of every encoding: what it is, and its version.
-const PLAN_MAGIC: [u8; 4] = *b"LKP2";
+const PLAN_MAGIC: [u8; 4] = *b"LKP3";
 const SHAPE_MAGIC: [u8; 4] = *b"LKM1";
 /// Largest encoding.
 const MAX_BYTES: usize = 16 << 20;

@@ -23,6 +23,8 @@ mod properties;
 #[cfg(test)]
 mod tests;
 
+pub use lockstep_formats::Dtype;
+
 pub use codec::{decode, decode_shape, encode, encode_shape};
 pub use error::PlanError;
 pub use explain::Explanation;

@@ -2,6 +2,8 @@
 //! Invariant: weights are exact (the slices as stored); KV blocks are exact; activations are an upper estimate of the
 //! executor's buffers for the largest step.
 
+use lockstep_formats::Dtype;
+
 use crate::{
     ModelShape, PlanOptions, RankPlan, TensorRole,
     plan::{StagePosition, slice_of},
@@ -54,17 +56,12 @@ impl WeightUse {
 
 /// Bytes of one KV block on a rank: keys and values of all its layers.
 pub(crate) fn kv_block_bytes(shape: &ModelShape, options: &PlanOptions, num_layers: usize, rank: &RankPlan) -> u64 {
-    options.block_size as u64 * kv_token_bytes(shape, options, num_layers, rank.key_value_heads.len())
+    options.block_size as u64 * kv_token_bytes(shape, rank.dtype, num_layers, rank.key_value_heads.len())
 }
 
 /// Bytes of the keys and values of one token.
-pub(crate) fn kv_token_bytes(
-    shape: &ModelShape,
-    options: &PlanOptions,
-    num_layers: usize,
-    num_key_value_heads: usize,
-) -> u64 {
-    (num_layers * num_key_value_heads * shape.head_dim * 2 * options.kv_element_bytes) as u64
+pub(crate) fn kv_token_bytes(shape: &ModelShape, dtype: Dtype, num_layers: usize, num_key_value_heads: usize) -> u64 {
+    (num_layers * num_key_value_heads * shape.head_dim * 2 * dtype.element_bytes()) as u64
 }
 
 /// Bytes set aside for activations of the largest step.

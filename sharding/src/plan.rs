@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use lockstep_formats::Dtype;
 use serde::{Deserialize, Serialize};
 
 use crate::shape::{ModelShape, TensorRole, TensorShape};
@@ -63,6 +64,10 @@ pub struct RankPlan {
     pub intermediate: Range<usize>,
     /// Rows of the embedding and output head held here (first and last stage).
     pub vocabulary: Range<usize>,
+    /// Type of its keys and values.
+    pub dtype: Dtype,
+    /// Why this type, in words.
+    pub dtype_reason: String,
     /// Bytes of its slices of the weights, as stored.
     pub weight_bytes: u64,
     /// Bytes of its KV blocks.

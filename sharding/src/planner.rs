@@ -112,7 +112,6 @@ fn check_options(options: &PlanOptions) -> Result<(), PlanError> {
         ("max_sequence_tokens", options.max_sequence_tokens),
         ("max_num_sequences", Some(options.max_num_sequences)),
         ("max_step_tokens", Some(options.max_step_tokens)),
-        ("kv_element_bytes", Some(options.kv_element_bytes)),
         ("num_kv_blocks", options.num_kv_blocks),
     ];
     match sizes.into_iter().find(|(_, size)| size.is_some_and(|size| size == 0 || size > 1 << 30)) {

@@ -112,8 +112,6 @@ pub struct PlanOptions {
     pub max_num_sequences: usize,
     /// Most tokens in one step.
     pub max_step_tokens: usize,
-    /// Bytes of one element of the KV cache (2: f16).
-    pub kv_element_bytes: usize,
     /// KV blocks of a replica; `None`: what memory has room for (of a host's memory half, as others use it too), but no
     /// more than `max_num_sequences` of the longest sequences need.
     pub num_kv_blocks: Option<usize>,
@@ -126,7 +124,6 @@ impl Default for PlanOptions {
             max_sequence_tokens: None,
             max_num_sequences: 64,
             max_step_tokens: 512,
-            kv_element_bytes: 2,
             num_kv_blocks: None,
         }
     }

@@ -2,7 +2,7 @@
 //! Invariant: a replica that is returned fits: every rank's weights, KV blocks and activations are within its device.
 
 use crate::{
-    ModelShape, PlanError, PlanOptions, RankPlan, ReplicaPlan, StagePlan, TensorShape, Topology,
+    DeviceSpec, ModelShape, PlanError, PlanOptions, RankPlan, ReplicaPlan, StagePlan, TensorShape, Topology,
     cost::{self, Batch, StageLinks, StepTime},
     memory::{OVERHEAD_BYTES, WeightUse, activation_bytes, kv_block_bytes, kv_token_bytes},
     pipeline::{LayerBytes, split_layers},
@@ -117,6 +117,7 @@ impl Problem<'_> {
             let mut ranks = Vec::with_capacity(group.len());
             for (&device, share) in group.iter().zip(split(self.shape, shares)?) {
                 let spec = &self.topology.devices[device];
+                let (dtype, dtype_reason) = self.shape.dtype(spec.dtype);
                 ranks.push(RankPlan {
                     rank,
                     device,
@@ -126,6 +127,8 @@ impl Problem<'_> {
                     key_value_heads: share.key_value_heads,
                     intermediate: share.intermediate,
                     vocabulary: share.vocabulary,
+                    dtype,
+                    dtype_reason: dtype_reason.to_owned(),
                     ..RankPlan::default()
                 });
                 rank += 1;
@@ -170,7 +173,7 @@ impl Problem<'_> {
                     kv_bytes,
                     sequence_tokens: blocks.least * self.options.block_size,
                     activation_bytes: rank.activation_bytes,
-                    min_devices: self.min_devices(device.memory_bytes, blocks.least, num_ranks),
+                    min_devices: self.min_devices(device, blocks.least, num_ranks),
                 };
                 if worst.as_ref().is_none_or(|(least, _)| ratio < *least) {
                     worst = Some((ratio, error));
@@ -190,14 +193,15 @@ impl Problem<'_> {
         Ok(())
     }
 
-    /// Devices of `memory_bytes` that the model takes at the least, whatever the cut, if they are more than `num_ranks`.
-    fn min_devices(&self, memory_bytes: u64, num_blocks: usize, num_ranks: u64) -> Option<u64> {
+    /// Devices like this one that the model takes at the least, whatever the cut, if they are more than `num_ranks`.
+    fn min_devices(&self, device: &DeviceSpec, num_blocks: usize, num_ranks: u64) -> Option<u64> {
         let tokens = (num_blocks * self.options.block_size) as u64;
         let heads = self.shape.num_key_value_heads;
-        let token_bytes = kv_token_bytes(self.shape, self.options, self.shape.num_hidden_layers, heads);
+        let (dtype, _) = self.shape.dtype(device.dtype);
+        let token_bytes = kv_token_bytes(self.shape, dtype, self.shape.num_hidden_layers, heads);
         let kv_bytes = tokens.saturating_mul(token_bytes);
         let weight_bytes: u64 = self.shape.tensors.iter().map(TensorShape::bytes).sum();
-        let each = memory_bytes.checked_sub(OVERHEAD_BYTES).filter(|&bytes| bytes > 0)?;
+        let each = device.memory_bytes.checked_sub(OVERHEAD_BYTES).filter(|&bytes| bytes > 0)?;
         Some(weight_bytes.saturating_add(kv_bytes).div_ceil(each)).filter(|&number| number > num_ranks)
     }
 
@@ -245,7 +249,7 @@ impl Problem<'_> {
     fn step_time(&self, position: &StagePosition, links: &StageLinks, rank: &RankPlan, batch: Batch) -> StepTime {
         let weights = WeightUse::of(self.shape, position, rank);
         let num_layers = position.layers.len();
-        let kv_bytes = kv_token_bytes(self.shape, self.options, num_layers, rank.key_value_heads.len());
+        let kv_bytes = kv_token_bytes(self.shape, rank.dtype, num_layers, rank.key_value_heads.len());
         let device = &self.topology.devices[rank.device];
         StepTime {
             communication: cost::communication_time(self.shape, links, batch),

@@ -2,7 +2,7 @@
 //! For: `model` produces it from a checkpoint (or from a made-up shape), the planner consumes it.
 //! Invariant: pure data; two equal shapes give equal plans.
 
-use lockstep_formats::GgmlType;
+use lockstep_formats::{Dtype, GgmlType};
 use serde::{Deserialize, Serialize};
 
 use crate::PlanError;
@@ -92,6 +92,18 @@ impl ModelShape {
     /// Whether the logits are computed with the token embedding.
     pub fn has_tied_embeddings(&self) -> bool {
         self.tensor(TensorRole::Output, None).is_none()
+    }
+
+    /// The type in which a device holds keys and values, and why: the one it is asked for, if any; else bf16 where the
+    /// weights of keys and values are BF16, because their products may lie outside of f16's range, and f16 elsewhere.
+    pub fn dtype(&self, asked: Option<Dtype>) -> (Dtype, &'static str) {
+        let makes_keys_or_values = |tensor: &&TensorShape| matches!(tensor.role, TensorRole::Key | TensorRole::Value);
+        let mut weights = self.tensors.iter().filter(makes_keys_or_values);
+        match asked {
+            Some(dtype) => (dtype, "asked for"),
+            None if weights.any(|tensor| tensor.ggml_type == GgmlType::BF16) => (Dtype::Bf16, "auto: BF16 checkpoint"),
+            None => (Dtype::F16, "auto"),
+        }
     }
 
     /// Query heads that share one key/value head.

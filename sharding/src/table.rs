@@ -147,7 +147,7 @@ fn cells(rank: &RankExplanation) -> [String; 15] {
         span(&plan.intermediate),
         span(&plan.vocabulary),
         format_bytes(plan.weight_bytes),
-        format_bytes(plan.kv_bytes),
+        format!("{} {}", format_bytes(plan.kv_bytes), plan.dtype),
         format_bytes(plan.activation_bytes),
         format!("{:.0}% of {}", share * 100.0, format_bytes(rank.memory_bytes)),
         format!("{} ms", plan.decode_step_ms),

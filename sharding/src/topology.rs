@@ -4,6 +4,7 @@
 //!
 //! The form of a topology file is described in `docs/topology.md`.
 
+use lockstep_formats::Dtype;
 use serde::{Deserialize, Serialize};
 
 use crate::PlanError;
@@ -38,6 +39,9 @@ pub struct DeviceSpec {
     pub memory_bytes_per_second: f64,
     /// Sustained multiply-add rate in quantized matmul, in floating-point operations (two per multiply-add).
     pub operations_per_second: f64,
+    /// Type of keys and values that is asked for; `None`: what suits the model.
+    #[serde(default)]
+    pub dtype: Option<Dtype>,
 }
 
 impl DeviceSpec {
@@ -224,6 +228,7 @@ impl Topology {
                         memory_bytes: entry.memory_bytes.unwrap_or(usable_bytes(known.memory_bytes as u64)),
                         memory_bytes_per_second: entry.memory_bytes_per_second.unwrap_or(known.memory_bytes_per_second),
                         operations_per_second: entry.operations_per_second.unwrap_or(known.operations_per_second),
+                        dtype: None,
                     });
                     local_rank += 1;
                 }

@@ -5,6 +5,7 @@
 
 use std::{fmt, path::PathBuf, str::FromStr};
 
+use lockstep_formats::Dtype;
 use lockstep_kernels::{Device, KernelError, cpu::CpuDevice, device::DeviceInfo};
 use lockstep_sharding::usable_bytes;
 
@@ -63,6 +64,8 @@ pub struct DeviceSettings {
     pub num_cpu_devices: usize,
     /// Threads of each of them; 0: all cores divided by the devices.
     pub threads_per_device: usize,
+    /// Type of keys and values; `None`: what suits the model.
+    pub dtype: Option<Dtype>,
     /// Folder of compiled GPU kernels; `None`: they are compiled at every start.
     pub kernel_cache: Option<PathBuf>,
 }
@@ -245,7 +248,7 @@ mod tests {
             selection: DeviceSelection::Cpu,
             num_cpu_devices: 2,
             threads_per_device: 1,
-            kernel_cache: None,
+            ..DeviceSettings::default()
         };
         let devices = LocalDevices::choose(settings, 1).unwrap();
         assert_eq!((devices.len(), devices.reason()), (2, "asked for"));

@@ -183,6 +183,8 @@ fn replica_status(replica: &Replica, live: &Workers) -> v1::ReplicaStatus {
             intermediate_columns: rank.intermediate.len() as u32,
             weight_bytes: rank.weight_bytes,
             kv_bytes: rank.kv_bytes,
+            dtype: rank.dtype.to_string(),
+            dtype_reason: rank.dtype_reason.clone(),
         })
     });
     v1::ReplicaStatus {

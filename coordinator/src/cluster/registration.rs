@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use lockstep_proto::{status::Class, v1};
+use lockstep_sharding::Dtype;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
@@ -87,6 +88,9 @@ fn check_hello(hello: &v1::WorkerHello) -> Result<(), Status> {
     }
     if hello.devices.is_empty() {
         return refuse("devices is empty, at least one is needed".into());
+    }
+    if let Some(device) = hello.devices.iter().find(|it| !it.dtype.is_empty() && it.dtype.parse::<Dtype>().is_err()) {
+        return refuse(format!("devices.dtype is {:?}, expected f16, bf16, f32 or nothing", device.dtype));
     }
     Ok(())
 }

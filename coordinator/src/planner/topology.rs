@@ -50,6 +50,8 @@ pub fn topology(
                 memory_bytes: host.map_or(own, |host| host.share(own)),
                 memory_bytes_per_second: device.memory_bytes_per_second,
                 operations_per_second: device.operations_per_second,
+                // Registration refuses names that it does not know.
+                dtype: device.dtype.parse().ok(),
             });
         }
     }
@@ -208,6 +210,7 @@ mod tests {
             memory_bytes: 1,
             memory_bytes_per_second: rate,
             operations_per_second: rate * 2.0,
+            dtype: None,
         };
         let mut devices =
             [device("a", "cpu", 1.0), device("a", "cpu", 9.0), device("a", "gpu", 50.0), device("b", "cpu", 3.0)];

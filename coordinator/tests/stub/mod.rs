@@ -304,6 +304,7 @@ impl StubWorker {
                 host_memory_bytes: 0,
                 memory_bytes_per_second: 1e10,
                 operations_per_second: 1e11,
+                dtype: String::new(),
             }],
             version: "0".into(),
         };

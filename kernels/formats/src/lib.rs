@@ -1,9 +1,13 @@
-//! GGUF element types: the ids, names and block sizes of the tensors that a checkpoint stores.
+//! GGUF element types: the ids, names and block sizes of the tensors that a checkpoint stores; types of KV caches.
 //! For: readers and writers of checkpoints, the planner (bytes, split borders) and the kernels.
 //! Invariant: a tensor row is a whole number of blocks; nothing else about a type is stated here.
 //! Not here: what the bits of a block mean (`lockstep_kernels::quant`).
 
+mod dtype;
+
 use serde::{Deserialize, Serialize};
+
+pub use self::dtype::Dtype;
 
 /// An element type of the GGUF specification (`ggml_type`), by its standard name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

@@ -1,9 +1,16 @@
-//! The paged KV cache in f16, in tiles of sixteen tokens that the vector instructions read as they lie.
+//! The paged KV cache, in tiles of sixteen tokens that the vector instructions read as they lie.
 //! For: `rope_and_store`, which writes it, and `attention`, which reads it.
 //! Invariant: blocks that were never written cost no memory (pages come zeroed from the system on first use).
 //! Not here: which block belongs to whom (no kernel knows).
 
-use super::{memory::AlignedBuffer, rope_and_store::Angles, simd::LANES};
+use lockstep_formats::Dtype;
+
+use super::{
+    kv_format::{KvFormat, with_format},
+    memory::{AlignedBuffer, Element},
+    rope_and_store::Angles,
+    simd::{LANES, Portable},
+};
 use crate::{KernelError, device::KvCacheSpec};
 
 /// Tokens of a tile; a block whose size is no multiple of it leaves the rest of its last tile unused.
@@ -13,6 +20,7 @@ pub(super) const TILE_TOKENS: usize = LANES;
 /// keys `[head_dim, 16]` (one vector holds one element of sixteen keys), values `[16, head_dim rounded up to 16]`.
 pub struct CpuKvCache {
     spec: KvCacheSpec,
+    dtype: Dtype,
     layers: Vec<Layer>,
     /// Cosines and sines of the positions of the current step, which all layers share.
     pub(super) angles: Angles,
@@ -23,18 +31,18 @@ struct Layer {
     values: AlignedBuffer,
 }
 
-/// Tiles of one layer as vectors of sixteen halves.
-pub(super) struct Tiles<'a> {
+/// Tiles of one layer as vectors of sixteen elements.
+pub(super) struct Tiles<'a, F: KvFormat> {
     pub(super) shape: TileShape,
-    pub(super) keys: &'a [[u16; LANES]],
-    pub(super) values: &'a [[u16; LANES]],
+    pub(super) keys: &'a [[F::Stored; LANES]],
+    pub(super) values: &'a [[F::Stored; LANES]],
 }
 
 /// The same, to be written.
-pub(super) struct TilesMut<'a> {
+pub(super) struct TilesMut<'a, F: KvFormat> {
     pub(super) shape: TileShape,
-    pub(super) keys: &'a mut [[u16; LANES]],
-    pub(super) values: &'a mut [[u16; LANES]],
+    pub(super) keys: &'a mut [[F::Stored; LANES]],
+    pub(super) values: &'a mut [[F::Stored; LANES]],
 }
 
 /// Where things are.
@@ -73,11 +81,11 @@ impl TileShape {
 }
 
 impl CpuKvCache {
-    /// A zeroed cache.
+    /// A zeroed cache of elements of this type.
     ///
     /// # Errors
     /// [`KernelError::Shape`] for a size of 0, [`KernelError::Device`] if memory is short.
-    pub fn new(spec: KvCacheSpec) -> Result<Self, KernelError> {
+    pub fn new(spec: KvCacheSpec, dtype: Dtype) -> Result<Self, KernelError> {
         let sizes = [
             ("block_size", spec.block_size),
             ("num_key_value_heads", spec.num_key_value_heads),
@@ -95,13 +103,14 @@ impl CpuKvCache {
             .iter()
             .try_fold(spec.num_blocks, |product, factor| product.checked_mul(*factor))
             .ok_or_else(too_large)?;
-        let halves = |vectors: usize| {
-            let num_bytes = num_tiles.checked_mul(vectors).and_then(|len| len.checked_mul(2 * LANES));
+        let tiles = |vectors: usize| {
+            let vector_bytes = dtype.element_bytes() * LANES;
+            let num_bytes = num_tiles.checked_mul(vectors).and_then(|len| len.checked_mul(vector_bytes));
             AlignedBuffer::sparse(num_bytes.ok_or_else(too_large)?)
         };
-        let layer = || Ok(Layer { keys: halves(spec.head_dim)?, values: halves(shape.value_vectors * TILE_TOKENS)? });
+        let layer = || Ok(Layer { keys: tiles(spec.head_dim)?, values: tiles(shape.value_vectors * TILE_TOKENS)? });
         let layers = (0..spec.num_layers).map(|_| layer()).collect::<Result<_, KernelError>>()?;
-        Ok(Self { spec, layers, angles: Angles::default() })
+        Ok(Self { spec, dtype, layers, angles: Angles::default() })
     }
 
     /// Sizes of the cache.
@@ -109,28 +118,41 @@ impl CpuKvCache {
         &self.spec
     }
 
+    /// Type of its elements.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
     /// Key and value of one head in a slot, `[head_dim]` each; `None` for what lies outside the cache.
     pub fn token(&self, layer: usize, slot: usize, head: usize) -> Option<(Vec<f32>, Vec<f32>)> {
         if slot >= self.spec.num_blocks * self.spec.block_size || head >= self.spec.num_key_value_heads {
             return None;
         }
-        let tiles = self.tiles(layer)?;
-        let (tile, place) = tiles.shape.place(slot, head);
-        let widen = |half: u16| half::f16::from_bits(half).to_f32();
-        let keys = &tiles.keys[tile * self.spec.head_dim..][..self.spec.head_dim];
-        let values = &tiles.values[(tile * TILE_TOKENS + place) * tiles.shape.value_vectors..];
-        Some((
-            keys.iter().map(|vector| widen(vector[place])).collect(),
-            values.as_flattened()[..self.spec.head_dim].iter().map(|half| widen(*half)).collect(),
-        ))
+        with_format!(self.dtype, |Format| {
+            let tiles = self.tiles::<Format>(layer)?;
+            let (tile, place) = tiles.shape.place(slot, head);
+            let widen = |vector: &[_; LANES]| <Format as KvFormat>::load(Portable, vector);
+            let keys = &tiles.keys[tile * self.spec.head_dim..][..self.spec.head_dim];
+            let values = &tiles.values[(tile * TILE_TOKENS + place) * tiles.shape.value_vectors..];
+            let values = values.iter().take(tiles.shape.value_vectors).flat_map(widen);
+            Some((keys.iter().map(|vector| widen(vector)[place]).collect(), values.take(self.spec.head_dim).collect()))
+        })
     }
 
-    pub(super) fn tiles(&self, layer: usize) -> Option<Tiles<'_>> {
+    /// Tiles of a layer; the format is that of [`dtype`](Self::dtype).
+    pub(super) fn tiles<F: KvFormat>(&self, layer: usize) -> Option<Tiles<'_, F>>
+    where
+        [F::Stored; LANES]: Element,
+    {
         let layer = self.layers.get(layer)?;
         Some(Tiles { shape: TileShape::new(&self.spec), keys: layer.keys.values(), values: layer.values.values() })
     }
 
-    pub(super) fn tiles_mut(&mut self, layer: usize) -> Option<(TilesMut<'_>, &mut Angles)> {
+    /// The same, to be written.
+    pub(super) fn tiles_mut<F: KvFormat>(&mut self, layer: usize) -> Option<(TilesMut<'_, F>, &mut Angles)>
+    where
+        [F::Stored; LANES]: Element,
+    {
         let layer = self.layers.get_mut(layer)?;
         let shape = TileShape::new(&self.spec);
         let tiles = TilesMut { shape, keys: layer.keys.values_mut(), values: layer.values.values_mut() };

@@ -89,6 +89,8 @@ unsafe impl Element for f32 {}
 unsafe impl Element for f64 {}
 // SAFETY: a vector of halves, 32 bytes.
 unsafe impl Element for [u16; LANES] {}
+// SAFETY: a vector of f32, 64 bytes.
+unsafe impl Element for [f32; LANES] {}
 
 /// Row-major f32 `[max_tokens, width]` on a 64-byte border.
 pub struct CpuTensor {

@@ -7,6 +7,7 @@ pub mod attention;
 pub mod gather_rows;
 mod info;
 pub mod kv_cache;
+mod kv_format;
 pub mod math;
 pub mod matmul;
 pub mod memory;
@@ -17,6 +18,8 @@ pub mod simd;
 pub mod team;
 
 use std::sync::Arc;
+
+use lockstep_formats::Dtype;
 
 pub use kv_cache::CpuKvCache;
 pub use matmul::CpuLinear;
@@ -92,8 +95,8 @@ impl Device for CpuDevice {
         CpuLinear::new(&self.team, matrices)
     }
 
-    fn kv_cache(&self, spec: KvCacheSpec) -> Result<CpuKvCache, KernelError> {
-        CpuKvCache::new(spec)
+    fn kv_cache(&self, spec: KvCacheSpec, dtype: Dtype) -> Result<CpuKvCache, KernelError> {
+        CpuKvCache::new(spec, dtype)
     }
 
     fn collective(

@@ -4,6 +4,8 @@
 
 use super::{
     kv_cache::{CpuKvCache, TILE_TOKENS, TilesMut},
+    kv_format::{KvFormat, with_format},
+    memory::Element,
     simd::{LANES, Level, Simd, Vectorized},
     team::{SharedSlice, Team},
 };
@@ -67,8 +69,23 @@ pub fn rope_and_store(
     }
     let width = qkv.len() / num_tokens;
     call.check(table, cache.spec(), width)?;
-    let num_layers = cache.spec().num_layers;
-    let Some((tiles, angles)) = cache.tiles_mut(call.layer) else {
+    with_format!(cache.dtype(), |Format| store_as::<Format>(team, level, call, table, qkv, cache))
+}
+
+/// The call, which was checked, on a cache of this format.
+fn store_as<F: KvFormat>(
+    team: &Team,
+    level: Level,
+    call: &RopeAndStore<'_>,
+    table: &RopeTable,
+    qkv: &mut [f32],
+    cache: &mut CpuKvCache,
+) -> Result<(), KernelError>
+where
+    [F::Stored; LANES]: Element,
+{
+    let (num_layers, width) = (cache.spec().num_layers, qkv.len() / call.num_tokens());
+    let Some((tiles, angles)) = cache.tiles_mut::<F>(call.layer) else {
         return Err(KernelError::OutOfRange {
             operation: "rope_and_store",
             what: "layer",
@@ -101,15 +118,15 @@ pub fn rope_and_store(
                 let start = (tile * TILE_TOKENS + place) * value_width;
                 // SAFETY: `check` lets no two tokens have the same slot, and each token belongs to one thread.
                 let value_row = unsafe { values.range_mut(start..start + call.head_dim) };
-                level.run(Narrow { from: &value_heads[elements.clone()], to: value_row });
-                let mut narrow = [0; crate::ops::MAX_HEAD_DIM];
+                level.run(Narrow::<F> { from: &value_heads[elements.clone()], to: value_row });
+                let mut narrow = [F::Stored::default(); crate::ops::MAX_HEAD_DIM];
                 let narrow = &mut narrow[..call.head_dim];
-                level.run(Narrow { from: &key_heads[elements], to: narrow });
-                for (element, half) in narrow.iter().enumerate() {
+                level.run(Narrow::<F> { from: &key_heads[elements], to: narrow });
+                for (element, value) in narrow.iter().enumerate() {
                     let index = (tile * shape.head_dim + element) * TILE_TOKENS + place;
                     // SAFETY: as above; the range is the one element of this slot.
                     let own = unsafe { keys.range_mut(index..index + 1) };
-                    own[0] = *half;
+                    own[0] = *value;
                 }
             }
         }
@@ -156,13 +173,13 @@ impl Vectorized for Rotate<'_> {
     }
 }
 
-/// Converts to f16; what is too large becomes the largest finite half, so that a weight of 0 makes it 0.
-struct Narrow<'a> {
+/// Converts to the format of the cache.
+struct Narrow<'a, F: KvFormat> {
     from: &'a [f32],
-    to: &'a mut [u16],
+    to: &'a mut [F::Stored],
 }
 
-impl Vectorized for Narrow<'_> {
+impl<F: KvFormat> Vectorized for Narrow<'_, F> {
     type Output = ();
 
     #[inline(always)]
@@ -170,21 +187,13 @@ impl Vectorized for Narrow<'_> {
         let (from, from_rest) = self.from.as_chunks::<LANES>();
         let (to, to_rest) = self.to.as_chunks_mut::<LANES>();
         for (from, to) in from.iter().zip(to) {
-            *to = narrow(simd, from);
+            F::store(simd, from, to);
         }
         if !from_rest.is_empty() {
-            let mut padded = [0.0; LANES];
+            let (mut padded, mut narrow) = ([0.0; LANES], [F::Stored::default(); LANES]);
             padded[..from_rest.len()].copy_from_slice(from_rest);
-            to_rest.copy_from_slice(&narrow(simd, &padded)[..from_rest.len()]);
+            F::store(simd, &padded, &mut narrow);
+            to_rest.copy_from_slice(&narrow[..from_rest.len()]);
         }
     }
-}
-
-#[inline(always)]
-fn narrow<S: Simd>(simd: S, from: &[f32; LANES]) -> [u16; LANES] {
-    let largest = half::f16::MAX.to_f32_const();
-    let finite = simd.max(simd.splat(-largest), simd.min(simd.splat(largest), simd.load(from)));
-    let mut to = [0; LANES];
-    simd.store_f16(finite, &mut to);
-    to
 }

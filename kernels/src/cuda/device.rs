@@ -4,7 +4,9 @@
 //! read only after [`Steps::flush`]. Tensors, layers and caches are shared with the launches that use them.
 //! Not here: the operations themselves, one a file; collecting and replaying launches ([`step`](super::step)).
 
-use std::sync::Arc;
+use std::{cell::RefCell, sync::Arc};
+
+use lockstep_formats::Dtype;
 
 use super::{
     Activations, CollectiveCall, CudaCommunicator, CudaKvCache, CudaTensor, DeviceBuffer, Gpu, HalfType, KernelCache,
@@ -40,10 +42,10 @@ pub struct CudaDevice {
     ropes: Vec<(RopeTable, CudaRope)>,
     /// This rank's shares of sums over the ranks.
     partial: CudaTensor,
-    /// Samples rows that want more candidates than the GPU can sort.
-    team: Team,
     /// The way of weights to the GPU, given up when steps begin.
     staging: RefCell<Option<Staging>>,
+    /// Samples rows that want more candidates than the GPU can sort.
+    team: Team,
 }
 
 /// What the layers of a step share, by what identifies it: addresses of what the calls borrow, which stays unchanged
@@ -68,9 +70,9 @@ impl CudaDevice {
             staged: Staged::default(),
             ropes: Vec::new(),
             partial: CudaTensor::zeroed(&gpu, 0, 0)?,
+            staging: RefCell::default(),
             team: Team::new(1)?,
             gpu,
-            staging: RefCell::default(),
         })
     }
 
@@ -194,8 +196,16 @@ impl Device for CudaDevice {
         Ok(Arc::new(CudaLinear::upload(staging, matrices)?))
     }
 
-    fn kv_cache(&self, spec: KvCacheSpec) -> Result<CudaKvCache, KernelError> {
-        CudaKvCache::new(&self.gpu, spec, HalfType::F16)
+    fn kv_cache(&self, spec: KvCacheSpec, dtype: Dtype) -> Result<CudaKvCache, KernelError> {
+        let half_type = match dtype {
+            Dtype::F16 => HalfType::F16,
+            Dtype::Bf16 => HalfType::BF16,
+            Dtype::F32 => {
+                let what = "keys and values in f32 (f16 and bf16 are what its tensor cores take)".to_owned();
+                return Err(KernelError::Unsupported { operation: "kv_cache", what, device: self.info.name.clone() });
+            }
+        };
+        CudaKvCache::new(&self.gpu, spec, half_type)
     }
 
     fn join<E: From<KernelError>>(
@@ -221,6 +231,7 @@ impl Device for CudaDevice {
     }
 
     fn step<T, E: From<KernelError>>(&mut self, body: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T, E> {
+        self.staging.take();
         self.steps.open();
         self.staged = Staged::default();
         let outcome = body(self);
@@ -231,7 +242,6 @@ impl Device for CudaDevice {
                 Ok(result)
             }
             Err(error) => {
-        self.staging.take();
                 self.steps.abandon();
                 Err(error)
             }

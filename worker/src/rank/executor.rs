@@ -41,13 +41,14 @@ impl<D: Device> Executor<D> {
         weights: Weights<D>,
         peers: RankPeers<D>,
     ) -> Result<Self, WorkerError> {
-        let cache = device.kv_cache(KvCacheSpec {
+        let spec = KvCacheSpec {
             num_layers: shape.layers.len(),
             num_blocks: limits.num_kv_blocks,
             block_size: limits.block_size,
             num_key_value_heads: shape.num_key_value_heads,
             head_dim: shape.head_dim,
-        })?;
+        };
+        let cache = device.kv_cache(spec, shape.dtype)?;
         let activations = Activations::new(&device, &shape, limits.max_step_tokens)?;
         let logits =
             shape.is_last_stage().then(|| LogitBuffers::new(&device, &shape, limits.max_num_sequences)).transpose()?;

@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use lockstep_formats::Dtype;
 use lockstep_model::ModelConfig;
 use lockstep_sharding::{RankPlan, ReplicaPlan};
 
@@ -43,6 +44,8 @@ pub struct RankShape {
     pub vocab_size: usize,
     /// Added to the mean square.
     pub rms_norm_eps: f32,
+    /// Type of keys and values.
+    pub dtype: Dtype,
 }
 
 impl RankShape {
@@ -79,6 +82,7 @@ impl RankShape {
             vocabulary: plan.vocabulary.clone(),
             vocab_size: config.vocab_size,
             rms_norm_eps: config.rms_norm_eps,
+            dtype: plan.dtype,
         })
     }
 

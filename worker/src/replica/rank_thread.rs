@@ -175,8 +175,11 @@ impl RankThread {
         let limits = spec.limits(config.vocab_size);
         let links = RankLinks::new(self.listener.clone(), self.links_config(limits.max_message_bytes()))?;
         let control = self.control_links(&links, is_remote)?;
+        let opening = Instant::now();
         let mut device = open()?;
+        let opened_in = opening.elapsed();
         let peers = RankPeers::connect(&links, &spec.plan, &shape, &mut device)?;
+        let loading = Instant::now();
         let progress = |event| {
             let nobody = || WorkerError::ReplicaBroken("nobody follows its load any more".to_owned());
             events.send(event).map_err(|_| nobody())
@@ -190,8 +193,20 @@ impl RankThread {
         };
         progress(LoadEvent::Total(loader.total_bytes()))?;
         let weights = loader.load()?;
-        tracing::info!(rank, device = device.info().name, "rank loaded");
-        Ok((Executor::new(device, config, shape, limits, weights, peers)?, control))
+        let (dtype, plan) = (shape.dtype, spec.plan.find_rank(*rank).map(|(_, plan)| plan));
+        let (device_name, reserving) = (device.info().name.clone(), Instant::now());
+        let executor = Executor::new(device, config, shape, limits, weights, peers)?;
+        tracing::info!(
+            rank,
+            device = device_name,
+            dtype = %dtype,
+            dtype_reason = plan.map(|plan| &plan.dtype_reason),
+            open_ms = opened_in.as_millis() as u64,
+            weights_ms = (reserving - loading).as_millis() as u64,
+            reserve_ms = reserving.elapsed().as_millis() as u64,
+            "rank loaded"
+        );
+        Ok((executor, control))
     }
 
     /// How long it looks again before it sleeps.

@@ -193,6 +193,7 @@ fn hello(
             host_memory_bytes: shared.map_or(0, |shared| shared.max(limit.unwrap_or(0))),
             memory_bytes_per_second: info.memory_bytes_per_second,
             operations_per_second: info.operations_per_second,
+            dtype: config.devices.dtype.map_or_else(String::new, |dtype| dtype.to_string()),
         }
     };
     v1::WorkerHello {

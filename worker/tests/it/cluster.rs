@@ -143,7 +143,7 @@ fn spec(
         selection: DeviceSelection::Cpu,
         num_cpu_devices: num_ranks,
         threads_per_device: 1,
-        kernel_cache: None,
+        ..DeviceSettings::default()
     };
     ReplicaSpec {
         worker_id,

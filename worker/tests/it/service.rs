@@ -79,7 +79,8 @@ async fn stub(refuses: bool) -> (String, mpsc::Receiver<Report>) {
 }
 
 fn cpu(num_cpu_devices: usize) -> DeviceSettings {
-    DeviceSettings { selection: DeviceSelection::Cpu, num_cpu_devices, threads_per_device: 1, kernel_cache: None }
+    let selection = DeviceSelection::Cpu;
+    DeviceSettings { selection, num_cpu_devices, threads_per_device: 1, ..DeviceSettings::default() }
 }
 
 fn config(coordinator: String) -> WorkerConfig {

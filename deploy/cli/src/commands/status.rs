@@ -90,8 +90,9 @@ fn render(cluster: &GetClusterResponse) -> String {
 fn render_replicas(replicas: &[ReplicaStatus]) -> String {
     let mut engines =
         Table::new(&["REPLICA", "STATE", "RUNNING", "WAITING", "KV BLOCKS", "PREFILL/S", "DECODE/S", "PREEMPTED"]);
-    let mut ranks =
-        Table::new(&["REPLICA", "RANK", "STAGE", "WORKER", "LAYERS", "HEADS", "KV HEADS", "COLUMNS", "WEIGHTS", "KV"]);
+    let mut ranks = Table::new(&[
+        "REPLICA", "RANK", "STAGE", "WORKER", "LAYERS", "HEADS", "KV HEADS", "COLUMNS", "WEIGHTS", "KV", "DTYPE",
+    ]);
     let mut problems = String::new();
     for replica in replicas {
         let engine = replica.engine.unwrap_or_default();
@@ -131,6 +132,7 @@ fn rank_cells(replica: &ReplicaStatus, rank: &RankStatus) -> Vec<String> {
         rank.intermediate_columns.to_string(),
         format_bytes(rank.weight_bytes),
         format_bytes(rank.kv_bytes),
+        format!("{} ({})", rank.dtype, rank.dtype_reason),
     ]
 }
 
@@ -162,7 +164,7 @@ fn replica_json(replica: &ReplicaStatus) -> Value {
             "pipeline_stage": rank.pipeline_stage, "first_layer": rank.first_layer, "end_layer": rank.end_layer,
             "num_query_heads": rank.num_query_heads, "num_key_value_heads": rank.num_key_value_heads,
             "intermediate_columns": rank.intermediate_columns, "weight_bytes": rank.weight_bytes,
-            "kv_bytes": rank.kv_bytes,
+            "kv_bytes": rank.kv_bytes, "dtype": rank.dtype, "dtype_reason": rank.dtype_reason,
         })
     });
     let engine = replica.engine.map(|engine| {

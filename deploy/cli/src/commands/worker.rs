@@ -2,6 +2,7 @@
 
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
+use lockstep_sharding::Dtype;
 use lockstep_worker::{
     WorkerConfig,
     devices::{DeviceSelection, DeviceSettings},
@@ -53,6 +54,10 @@ struct Settings {
     /// cuda:0,cuda:1 [default: auto]
     #[arg(long, env = "LOCKSTEP_DEVICE", value_name = "DEVICES")]
     device: Option<String>,
+    /// Type in which keys and values are held and attention multiplies: auto (bf16 for BF16 checkpoints, else f16), f16,
+    /// bf16, or, on the processor, f32. Sums are f32 with each; weights keep the types of the file [default: auto]
+    #[arg(long, env = "LOCKSTEP_DTYPE", value_name = "TYPE")]
+    dtype: Option<String>,
     /// Folder of compiled GPU kernels, shared by workers [default: lockstep/kernels in $XDG_CACHE_HOME or ~/.cache]
     #[arg(long, env = "LOCKSTEP_KERNEL_CACHE", value_name = "FOLDER")]
     kernel_cache: Option<PathBuf>,
@@ -104,6 +109,12 @@ pub fn device_selection(text: Option<&str>) -> Result<DeviceSelection, UsageErro
     })
 }
 
+/// The type that `--dtype` names; `None`: what suits the model.
+pub fn dtype(text: Option<&str>) -> Result<Option<Dtype>, UsageError> {
+    let named = text.filter(|text| *text != "auto").map(str::parse).transpose();
+    named.map_err(|_| UsageError(format!("dtype: {:?} is none of auto, f16, bf16, f32", text.unwrap_or_default())))
+}
+
 impl Settings {
     fn into_config(self) -> Result<WorkerConfig, UsageError> {
         let any_port = if self.advertise_host.is_some() { [0, 0, 0, 0] } else { [127, 0, 0, 1] };
@@ -118,6 +129,7 @@ impl Settings {
                 selection: device_selection(self.device.as_deref())?,
                 num_cpu_devices: self.num_devices.unwrap_or(1),
                 threads_per_device: self.threads_per_device.unwrap_or(0),
+                dtype: dtype(self.dtype.as_deref())?,
                 kernel_cache: self.kernel_cache.or_else(settings::default_kernel_cache),
             },
             memory_bytes: self.memory.map(|size| size.0),
@@ -138,6 +150,8 @@ mod tests {
         assert!(config.listen.ip().is_loopback() && config.rank_listen.ip().is_loopback());
         let settings = Settings { advertise_host: Some(String::from("host-b")), ..Settings::default() };
         assert!(settings.into_config().unwrap().listen.ip().is_unspecified());
+        let settings = Settings { dtype: Some(String::from("f8")), ..Settings::default() };
+        assert!(settings.into_config().unwrap_err().to_string().contains("\"f8\" is none of auto, f16"));
         let settings = Settings { drain_timeout_secs: Some(-1.0), ..Settings::default() };
         assert!(settings.into_config().unwrap_err().to_string().contains("drain_timeout_secs"));
     }

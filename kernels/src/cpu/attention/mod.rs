@@ -13,8 +13,10 @@ use std::{
 };
 
 use super::{
-    kv_cache::{CpuKvCache, TILE_TOKENS, Tiles},
-    simd::Level,
+    kv_cache::{CpuKvCache, TILE_TOKENS, TileShape},
+    kv_format::{KvFormat, with_format},
+    memory::Element,
+    simd::{LANES, Level},
     team::{SharedSlice, Team},
 };
 use crate::{KernelError, ops::Attention};
@@ -57,9 +59,24 @@ pub fn attention(
         return Ok(());
     }
     call.check(cache.spec(), qkv.len() / num_tokens, output.len() / num_tokens)?;
-    let Some(tiles) = cache.tiles(call.layer) else { return Ok(()) };
+    with_format!(cache.dtype(), |Format| attend_to::<Format>(team, level, call, qkv, cache, output));
+    Ok(())
+}
+
+/// The call, which was checked, over a cache of this format.
+fn attend_to<F: KvFormat>(
+    team: &Team,
+    level: Level,
+    call: &Attention<'_>,
+    qkv: &[f32],
+    cache: &CpuKvCache,
+    output: &mut [f32],
+) where
+    [F::Stored; LANES]: Element,
+{
+    let Some(tiles) = cache.tiles::<F>(call.layer) else { return };
     let query_tiles = query_tiles(call);
-    let (tasks, cuts, num_states) = tasks(&query_tiles, &tiles, team.num_threads());
+    let (tasks, cuts, num_states) = tasks(&query_tiles, &tiles.shape, team.num_threads());
     let mut states: Vec<Option<State>> = (0..num_states).map(|_| None).collect();
     let states = SharedSlice::new(&mut states);
     let output = SharedSlice::new(output);
@@ -75,7 +92,7 @@ pub fn attention(
         let own = unsafe { states.range_mut(place..place + 1) };
         own[0] = Some(result);
         if cut.num_unfinished.fetch_sub(1, Ordering::AcqRel) == 1 {
-            let num_partitions = tile.num_partitions(&tiles);
+            let num_partitions = tile.num_partitions(&tiles.shape);
             // SAFETY: this was the last partition of the tile; the others were published by their decrements.
             let parts = unsafe { states.range_mut(cut.first_state..cut.first_state + num_partitions) };
             let merged = parts.iter_mut().filter_map(Option::take).reduce(|mut total, part| {
@@ -88,7 +105,6 @@ pub fn attention(
         }
     };
     team.for_chunks(tasks.len(), 1, &|range| range.for_each(work));
-    Ok(())
 }
 
 /// The queries of the call in tiles: consecutive tokens of one sequence, with all query heads of one key/value head.
@@ -117,13 +133,13 @@ fn query_tiles<'a>(call: &Attention<'a>) -> Vec<QueryTile<'a>> {
 }
 
 /// Tasks in order of falling cost, the cuts (one entry for each tile) and the number of partial states.
-fn tasks(query_tiles: &[QueryTile<'_>], tiles: &Tiles<'_>, num_threads: usize) -> (Vec<Task>, Vec<Option<Cut>>, usize) {
+fn tasks(query_tiles: &[QueryTile<'_>], shape: &TileShape, num_threads: usize) -> (Vec<Task>, Vec<Option<Cut>>, usize) {
     let is_cut = num_threads > 1 && query_tiles.len() < TASKS_PER_THREAD * num_threads;
     let mut tasks = Vec::with_capacity(query_tiles.len());
     let mut num_states = 0;
     let mut cuts = Vec::with_capacity(query_tiles.len());
     for (index, tile) in query_tiles.iter().enumerate() {
-        let num_partitions = tile.num_partitions(tiles);
+        let num_partitions = tile.num_partitions(shape);
         if is_cut && num_partitions > 1 {
             tasks.extend((0..num_partitions).map(|first| Task { tile: index, partitions: first..first + 1 }));
             cuts.push(Some(Cut { first_state: num_states, num_unfinished: AtomicUsize::new(num_partitions) }));
@@ -142,10 +158,10 @@ fn tasks(query_tiles: &[QueryTile<'_>], tiles: &Tiles<'_>, num_threads: usize) -
 
 impl QueryTile<'_> {
     /// Partitions that hold the keys which its last token sees.
-    fn num_partitions(&self, tiles: &Tiles<'_>) -> usize {
+    fn num_partitions(&self, shape: &TileShape) -> usize {
         let num_keys = self.first_position + self.num_tokens;
-        let blocks = num_keys / tiles.shape.block_size * tiles.shape.tiles_per_block;
-        let rest = (num_keys % tiles.shape.block_size).div_ceil(TILE_TOKENS);
+        let blocks = num_keys / shape.block_size * shape.tiles_per_block;
+        let rest = (num_keys % shape.block_size).div_ceil(TILE_TOKENS);
         (blocks + rest).div_ceil(PARTITION_TILES)
     }
 }

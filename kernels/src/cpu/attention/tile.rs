@@ -8,6 +8,7 @@ use std::ops::Range;
 use super::{
     super::{
         kv_cache::{TILE_TOKENS, Tiles},
+        kv_format::KvFormat,
         math::exp2,
         simd::{LANES, Simd, Vectorized},
         team::SharedSlice,
@@ -129,15 +130,15 @@ impl Vectorized for Finish<'_> {
 }
 
 /// Attention of a tile over some partitions of its keys.
-pub(super) struct Compute<'a> {
+pub(super) struct Compute<'a, F: KvFormat> {
     pub(super) call: &'a Attention<'a>,
     pub(super) tile: &'a QueryTile<'a>,
-    pub(super) tiles: &'a Tiles<'a>,
+    pub(super) tiles: &'a Tiles<'a, F>,
     pub(super) qkv: &'a [f32],
     pub(super) partitions: Range<usize>,
 }
 
-impl Vectorized for Compute<'_> {
+impl<F: KvFormat> Vectorized for Compute<'_, F> {
     type Output = State;
 
     #[inline(always)]
@@ -188,7 +189,7 @@ struct KeyTile {
     num_keys: usize,
 }
 
-impl Compute<'_> {
+impl<F: KvFormat> Compute<'_, F> {
     /// Queries `[num_rows, head_dim]`, scaled for scores in base 2.
     #[inline(always)]
     fn scaled_queries(&self) -> Vec<f32> {
@@ -232,8 +233,8 @@ impl Compute<'_> {
 }
 
 /// One step of the online softmax: one or two tiles of keys, for the rows that see the first of them.
-struct Step<'a> {
-    compute: &'a Compute<'a>,
+struct Step<'a, F: KvFormat> {
+    compute: &'a Compute<'a, F>,
     rows: Range<usize>,
     tiles: [Option<KeyTile>; STEP_TILES],
 }
@@ -263,7 +264,7 @@ macro_rules! in_register_tiles {
     };
 }
 
-impl Step<'_> {
+impl<F: KvFormat> Step<'_, F> {
     /// `scores[row] = queries[row] · keys`.
     #[inline(always)]
     fn scores<S: Simd>(&self, simd: S, queries: &[f32], scores: &mut [[[f32; LANES]; STEP_TILES]]) {
@@ -273,7 +274,7 @@ impl Step<'_> {
             [Some(first), Some(second)] if S::ACCUMULATORS >= 24 => {
                 in_register_tiles!(self.rows, S::ACCUMULATORS / 2, |row, COUNT| {
                     let queries = &queries[row * head_dim..][..COUNT * head_dim];
-                    score_tile::<S, COUNT, 2>(simd, queries, [first, second], [0, 1], &mut scores[row..row + COUNT])
+                    score_tile::<S, F, COUNT, 2>(simd, queries, [first, second], [0, 1], &mut scores[row..row + COUNT])
                 });
             }
             tiles => {
@@ -281,7 +282,7 @@ impl Step<'_> {
                     let Some(tile) = tile else { continue };
                     in_register_tiles!(self.rows, S::ACCUMULATORS, |row, COUNT| {
                         let queries = &queries[row * head_dim..][..COUNT * head_dim];
-                        score_tile::<S, COUNT, 1>(simd, queries, [tile], [place], &mut scores[row..row + COUNT])
+                        score_tile::<S, F, COUNT, 1>(simd, queries, [tile], [place], &mut scores[row..row + COUNT])
                     });
                 }
             }
@@ -342,14 +343,14 @@ impl Step<'_> {
                 in_register_tiles!(self.rows, S::ACCUMULATORS / 4, |row, COUNT| {
                     let state = &mut state.values[row * width..][..COUNT * width];
                     let rows = row..row + COUNT;
-                    value_tile::<S, COUNT, 4>(simd, &weights[rows.clone()], &factors[rows], tiles, column, state)
+                    value_tile::<S, F, COUNT, 4>(simd, &weights[rows.clone()], &factors[rows], tiles, column, state)
                 });
                 column += 4;
             } else {
                 in_register_tiles!(self.rows, S::ACCUMULATORS, |row, COUNT| {
                     let state = &mut state.values[row * width..][..COUNT * width];
                     let rows = row..row + COUNT;
-                    value_tile::<S, COUNT, 1>(simd, &weights[rows.clone()], &factors[rows], tiles, column, state)
+                    value_tile::<S, F, COUNT, 1>(simd, &weights[rows.clone()], &factors[rows], tiles, column, state)
                 });
                 column += 1;
             }
@@ -359,21 +360,21 @@ impl Step<'_> {
 
 /// Scores of `ROWS` queries against `TILES` tiles, all sums in registers.
 #[inline(always)]
-fn score_tile<S: Simd, const ROWS: usize, const TILES: usize>(
+fn score_tile<S: Simd, F: KvFormat, const ROWS: usize, const TILES: usize>(
     simd: S,
     queries: &[f32],
-    keys: [&[[u16; LANES]]; TILES],
+    keys: [&[[F::Stored; LANES]]; TILES],
     places: [usize; TILES],
     scores: &mut [[[f32; LANES]; STEP_TILES]],
 ) {
     let head_dim = keys[0].len();
-    let keys: [&[[u16; LANES]]; TILES] = std::array::from_fn(|tile| &keys[tile][..head_dim]);
+    let keys: [&[[F::Stored; LANES]]; TILES] = std::array::from_fn(|tile| &keys[tile][..head_dim]);
     let queries: [&[f32]; ROWS] = std::array::from_fn(|row| &queries[row * head_dim..][..head_dim]);
     let mut sums = [[simd.splat(0.0); TILES]; ROWS];
     for element in 0..head_dim {
         let mut vectors = [simd.splat(0.0); TILES];
         for tile in 0..TILES {
-            vectors[tile] = simd.load_f16(&keys[tile][element]);
+            vectors[tile] = F::load(simd, &keys[tile][element]);
         }
         for row in 0..ROWS {
             let query = simd.splat(queries[row][element]);
@@ -391,11 +392,11 @@ fn score_tile<S: Simd, const ROWS: usize, const TILES: usize>(
 
 /// Adds the weighted values of a step to `COLUMNS` vectors of `ROWS` rows, all sums in registers.
 #[inline(always)]
-fn value_tile<S: Simd, const ROWS: usize, const COLUMNS: usize>(
+fn value_tile<S: Simd, F: KvFormat, const ROWS: usize, const COLUMNS: usize>(
     simd: S,
     weights: &[[[f32; LANES]; STEP_TILES]],
     factors: &[f32],
-    tiles: [&[[u16; LANES]]; STEP_TILES],
+    tiles: [&[[F::Stored; LANES]]; STEP_TILES],
     column: usize,
     state: &mut [[f32; LANES]],
 ) {
@@ -413,7 +414,7 @@ fn value_tile<S: Simd, const ROWS: usize, const COLUMNS: usize>(
             let values = &values[column..column + COLUMNS];
             let mut vectors = [simd.splat(0.0); COLUMNS];
             for place in 0..COLUMNS {
-                vectors[place] = simd.load_f16(&values[place]);
+                vectors[place] = F::load(simd, &values[place]);
             }
             for row in 0..ROWS {
                 let weight = simd.splat(weights[row][key]);

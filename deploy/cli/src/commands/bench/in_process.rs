@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::Context;
 use lockstep_model::Checkpoint;
-use lockstep_sharding::{DeviceSpec, Parallelism, PlanOptions, Policy, Topology};
+use lockstep_sharding::{DeviceSpec, Dtype, Parallelism, PlanOptions, Policy, Topology};
 use lockstep_worker::{
     collective::LinkListener,
     devices::{DeviceSelection, DeviceSettings, LocalDevices},
@@ -19,7 +19,10 @@ use lockstep_worker::{
 use tokio_util::sync::CancellationToken;
 
 use super::{Args, measure::TokenTimes};
-use crate::{commands::worker::device_selection, progress, settings};
+use crate::{
+    commands::worker::{device_selection, dtype},
+    progress, settings,
+};
 
 const WORKER_ID: &str = "bench";
 /// The planner divides by these; equal devices get equal shares whatever they are.
@@ -32,11 +35,11 @@ pub struct InProcessTarget {
     /// Keeps the rank threads alive.
     _replica: Replica,
     leader: LeaderHandle,
+    /// Bytes of the checkpoint that the ranks loaded.
+    pub num_bytes: u64,
     /// For the report.
     pub description: String,
     /// Token ids below it are valid.
-    /// Bytes of the checkpoint that the ranks loaded.
-    pub num_bytes: u64,
     pub vocab_size: usize,
     /// Longest sequence.
     pub max_sequence_tokens: usize,
@@ -51,7 +54,7 @@ impl InProcessTarget {
         let checkpoint = Checkpoint::open(model)?;
         let world_size = args.tensor_parallel * args.pipeline_parallel;
         let devices = devices(args, world_size)?;
-        let topology = topology(world_size);
+        let topology = topology(world_size, dtype(args.dtype.as_deref())?);
         let policy = Policy {
             parallelism: Parallelism::Fixed {
                 tensor_parallel_size: args.tensor_parallel,
@@ -60,6 +63,7 @@ impl InProcessTarget {
             replicas: Some(1),
         };
         let plan = lockstep_sharding::plan(checkpoint.shape(), &topology, &policy, &options(args))?;
+        let plan_dtype = plan.replicas.first().and_then(|replica| replica.find_rank(0)).map(|(_, rank)| rank.dtype);
         let links = Arc::new(LinkListener::bind(SocketAddr::from(([127, 0, 0, 1], 0)))?);
         let max_sequence_tokens = plan.max_sequence_tokens;
         let spec = ReplicaSpec {
@@ -85,14 +89,15 @@ impl InProcessTarget {
             bar.set_length(total);
             bar.set_position(loaded);
         })?;
+        let num_bytes = bar.position();
         bar.finish_and_clear();
         let leader = replica.leader().context("the replica has no leader")?.clone();
         let device = match devices.selection() {
             DeviceSelection::Cpu if args.threads == 0 => String::from("all threads"),
-        let num_bytes = bar.position();
             DeviceSelection::Cpu => format!("threads per rank: {}", args.threads),
             selection => format!("{selection} ({})", devices.reason()),
         };
+        let kv = plan_dtype.map_or_else(String::new, |dtype| format!(", KV in {dtype}"));
         let name = super::super::coordinator::default_model_name(&model.to_string_lossy());
         let description = format!(
             "{name} in process, tensor {} x pipeline {}, {device}{kv}",
@@ -101,12 +106,12 @@ impl InProcessTarget {
         Ok(Self {
             _replica: replica,
             leader,
+            num_bytes,
             description,
             vocab_size: checkpoint.config().vocab_size,
             max_sequence_tokens,
         })
     }
-            num_bytes,
 
     /// Runs one sequence to its end.
     ///
@@ -147,6 +152,7 @@ fn devices(args: &Args, world_size: usize) -> anyhow::Result<LocalDevices> {
         selection: device_selection(args.device.as_deref())?,
         num_cpu_devices: world_size,
         threads_per_device: args.threads,
+        dtype: dtype(args.dtype.as_deref())?,
         kernel_cache: settings::default_kernel_cache(),
     };
     let devices = LocalDevices::choose(settings, world_size)?;
@@ -158,7 +164,7 @@ fn devices(args: &Args, world_size: usize) -> anyhow::Result<LocalDevices> {
     Ok(devices)
 }
 
-fn topology(num_devices: usize) -> Topology {
+fn topology(num_devices: usize, dtype: Option<Dtype>) -> Topology {
     let device = |local_rank| DeviceSpec {
         worker_id: String::from(WORKER_ID),
         local_rank,
@@ -167,6 +173,7 @@ fn topology(num_devices: usize) -> Topology {
         memory_bytes: MEMORY_BYTES,
         memory_bytes_per_second: BYTES_PER_SECOND,
         operations_per_second: OPERATIONS_PER_SECOND,
+        dtype,
     };
     Topology { devices: (0..num_devices).map(device).collect(), intra_host: None, inter_host: None }
 }

@@ -39,6 +39,9 @@ pub struct Args {
     /// Devices of the ranks, in process: auto, cpu, or GPUs such as cuda:0,cuda:1 [default: auto]
     #[arg(long, value_name = "DEVICES", requires = "model")]
     device: Option<String>,
+    /// Type in which keys and values are held, in process: auto, f16, bf16, or, on the processor, f32 [default: auto]
+    #[arg(long, value_name = "TYPE", requires = "model")]
+    dtype: Option<String>,
     /// Threads of each rank on the processor, in process [default: all cores divided by the ranks]
     #[arg(long, value_name = "N", requires = "model", default_value_t = 0, hide_default_value = true)]
     threads: usize,
@@ -116,9 +119,6 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         let report = json!({"target": target.describe(), "startup": startup, "tests": tests});
         return print_line(&report.to_string());
     }
-    let mut table = Table::new(&["TEST", "TOKENS/S", "MIN", "MAX"]);
-    for result in &results {
-        let number = |value: f64| format!("{value:.1}");
     let startup = startup.map_or_else(String::new, |startup| {
         format!(
             "{} loaded in {:.2} s, first token after {:.2} s\n",
@@ -127,6 +127,9 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
             startup.first_token.as_secs_f64()
         )
     });
+    let mut table = Table::new(&["TEST", "TOKENS/S", "MIN", "MAX"]);
+    for result in &results {
+        let number = |value: f64| format!("{value:.1}");
         table.row(vec![result.name.clone(), number(result.median), number(result.least), number(result.most)]);
     }
     print(&format!("{}, median of {}\n{startup}{}", target.describe(), args.repetitions, table.render()))

@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 use self::{cluster::Cluster, layout::Layout};
 use super::{
     coordinator::{Addresses, default_model_name, write_json},
-    worker::device_selection,
+    worker::{device_selection, dtype},
 };
 use crate::{
     UsageError,
@@ -54,6 +54,10 @@ pub struct Args {
     /// cuda:0,cuda:1, which one worker holds unless there are --workers [default: auto]
     #[arg(long, env = "LOCKSTEP_DEVICE", value_name = "DEVICES")]
     device: Option<String>,
+    /// Type in which keys and values are held and attention multiplies: auto (bf16 for BF16 checkpoints, else f16), f16,
+    /// bf16, or, on the processor, f32 [default: auto]
+    #[arg(long, env = "LOCKSTEP_DTYPE", value_name = "TYPE")]
+    dtype: Option<String>,
     /// Threads of each worker on the processor [default: all cores divided by the workers]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     threads_per_worker: Option<u64>,
@@ -93,6 +97,8 @@ struct Ready<'a> {
 /// If the model does not exist, a child ends at start, or the model cannot be loaded.
 pub async fn run(args: Args, log: &LogSettings) -> anyhow::Result<()> {
     let layout = args.layout.layout(device_selection(args.device.as_deref())?, &choose_automatically)?;
+    // A worker would refuse it too, but only once the cluster is up.
+    dtype(args.dtype.as_deref())?;
     let model = args.model.canonicalize().with_context(|| format!("model {}", args.model.display()))?;
     if let Some(path) = args.ready_file.as_deref().filter(|path| path.exists()) {
         std::fs::remove_file(path).with_context(|| format!("old ready file {}", path.display()))?;
@@ -138,6 +144,7 @@ impl Args {
             format!("--threads-per-device={threads}"),
             format!("--device={}", layout.device_of(index)),
         ];
+        arguments.extend(self.dtype.as_ref().map(|dtype| format!("--dtype={dtype}")));
         arguments.extend(self.config.as_ref().map(|path| format!("--config={}", path.display())));
         arguments
     }
