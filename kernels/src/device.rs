@@ -49,8 +49,8 @@ pub trait Device: Send + 'static {
     /// The devices of a group of ranks, this one among them.
     type Communicator: Send;
 
-    /// What this device is.
-    fn info(&self) -> &DeviceInfo;
+    /// Kind and model, as in [`DeviceInfo::name`].
+    fn name(&self) -> &str;
 
     /// A zeroed tensor `[max_tokens, width]`.
     ///

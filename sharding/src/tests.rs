@@ -227,6 +227,28 @@ fn kv_blocks_take_the_memory_that_is_free() {
 }
 
 #[test]
+fn the_type_of_keys_and_values_is_planned_and_counted() {
+    let rank = |shape: &ModelShape, dtype: Option<Dtype>| {
+        let mut topology = Topology::parse_devices("h200").unwrap();
+        topology.devices[0].dtype = dtype;
+        let options = PlanOptions { num_kv_blocks: Some(100), ..PlanOptions::default() };
+        let plan = plan(shape, &topology, &"tensor=1".parse().unwrap(), &options).unwrap();
+        plan.replicas[0].stages[0].ranks[0].clone()
+    };
+    let bfloat = shape((576, 1536, 30), (9, 3, 64), 49152, GgmlType::BF16, true);
+    let kv_bytes = 100 * 32 * 30 * 3 * 64 * 2 * 2;
+    for (shape, asked, dtype, reason, bytes) in [
+        (&smollm2(), None, Dtype::F16, "auto", kv_bytes),
+        (&bfloat, None, Dtype::Bf16, "auto: BF16 checkpoint", kv_bytes),
+        (&bfloat, Some(Dtype::F16), Dtype::F16, "asked for", kv_bytes),
+        (&smollm2(), Some(Dtype::F32), Dtype::F32, "asked for", 2 * kv_bytes),
+    ] {
+        let rank = rank(shape, asked);
+        assert_eq!((rank.dtype, rank.dtype_reason.as_str(), rank.kv_bytes), (dtype, reason, bytes));
+    }
+}
+
+#[test]
 fn identical_replicas_share_a_table_and_estimates_are_rounded() {
     let topology = Topology::parse_devices("8*h200@a").unwrap();
     let plan = plan(&smollm2(), &topology, &"tensor=2".parse().unwrap(), &PlanOptions::default()).unwrap();

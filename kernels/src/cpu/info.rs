@@ -1,5 +1,5 @@
 //! What the processor is and what it sustains, for reports and for planning.
-//! For: [`CpuDevice::new`](super::CpuDevice::new).
+//! For: [`CpuDevice::measure`](super::CpuDevice::measure).
 //! Invariant: measuring takes at most some 50 ms and never fails: unknown facts get cautious values.
 
 use std::time::Instant;

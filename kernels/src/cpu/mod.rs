@@ -37,7 +37,7 @@ use crate::{
 
 /// The CPU: a team of threads and the widest instructions that the processor has.
 pub struct CpuDevice {
-    info: DeviceInfo,
+    name: String,
     level: Level,
     team: Arc<Team>,
     matmul: MatmulContext,
@@ -58,16 +58,21 @@ impl CpuDevice {
     /// [`KernelError::Device`] if the threads cannot be started.
     pub fn with_level(num_threads: usize, level: Level) -> Result<Self, KernelError> {
         let team = Arc::new(Team::new(num_threads)?);
-        let info = DeviceInfo {
-            name: format!("cpu {} ({} threads, {})", info::processor_name(), team.num_threads(), level.name()),
+        let name = format!("cpu {} ({} threads, {})", info::processor_name(), team.num_threads(), level.name());
+        Ok(Self { name, level, team, matmul: MatmulContext::new(level)? })
+    }
+
+    /// Asks the system what the processor is, and measures what it sustains.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if memory is short.
+    pub fn measure(&mut self) -> Result<DeviceInfo, KernelError> {
+        Ok(DeviceInfo {
+            name: self.name.clone(),
             memory_bytes: info::available_memory_bytes(),
-            memory_bytes_per_second: info::measure_read_bandwidth(&team),
-            operations_per_second: 0.0,
-        };
-        let matmul = MatmulContext::new(level)?;
-        let mut device = Self { info, level, team, matmul };
-        device.info.operations_per_second = info::measure_matmul_rate(&mut device)?;
-        Ok(device)
+            memory_bytes_per_second: info::measure_read_bandwidth(&self.team),
+            operations_per_second: info::measure_matmul_rate(self)?,
+        })
     }
 }
 
@@ -77,8 +82,8 @@ impl Device for CpuDevice {
     type KvCache = CpuKvCache;
     type Communicator = NoCommunicator;
 
-    fn info(&self) -> &DeviceInfo {
-        &self.info
+    fn name(&self) -> &str {
+        &self.name
     }
 
     fn tensor(&self, max_tokens: usize, width: usize) -> Result<CpuTensor, KernelError> {

@@ -15,7 +15,6 @@ use super::{
     call::Call,
     convert::ConvertCall,
     gather_rows::GatherRowsCall,
-    info,
     matmul::{CudaLinear, MatmulCall, Target, embed::EmbedCall},
     rms_norm::RmsNormCall,
     rope_and_store::{CudaRope, Element, RopeAddresses, RopeAndStoreCall, Rows},
@@ -26,14 +25,14 @@ use super::{
 use crate::{
     Device, KernelError,
     cpu::{self, Team},
-    device::{DeviceInfo, KvCacheSpec},
+    device::KvCacheSpec,
     group::{Collective, Exchange, Group, Sum},
     ops::{Attention, Candidates, Epilogue, HostMatrix, RopeAndStore, RopeTable, SampleRow},
 };
 
 /// An opened GPU with its kernels.
 pub struct CudaDevice {
-    info: DeviceInfo,
+    name: String,
     gpu: Arc<Gpu>,
     steps: Steps,
     /// Where the tokens of the open step go and what they see, as the calls of its first layer said.
@@ -63,9 +62,8 @@ impl CudaDevice {
     /// [`KernelError`] if a library or the GPU is missing, too old or fails.
     pub fn new(ordinal: usize, cache: KernelCache) -> Result<Self, KernelError> {
         let gpu = Gpu::open(ordinal, cache)?;
-        let info = info::measure(&gpu)?;
         Ok(Self {
-            info,
+            name: gpu.device_name(),
             steps: Steps::new(&gpu)?,
             staged: Staged::default(),
             ropes: Vec::new(),
@@ -176,8 +174,8 @@ impl Device for CudaDevice {
     type KvCache = CudaKvCache;
     type Communicator = Arc<CudaCommunicator>;
 
-    fn info(&self) -> &DeviceInfo {
-        &self.info
+    fn name(&self) -> &str {
+        &self.name
     }
 
     fn tensor(&self, max_tokens: usize, width: usize) -> Result<CudaTensor, KernelError> {
@@ -202,7 +200,7 @@ impl Device for CudaDevice {
             Dtype::Bf16 => HalfType::BF16,
             Dtype::F32 => {
                 let what = "keys and values in f32 (f16 and bf16 are what its tensor cores take)".to_owned();
-                return Err(KernelError::Unsupported { operation: "kv_cache", what, device: self.info.name.clone() });
+                return Err(KernelError::Unsupported { operation: "kv_cache", what, device: self.name.clone() });
             }
         };
         CudaKvCache::new(&self.gpu, spec, half_type)

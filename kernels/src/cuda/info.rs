@@ -1,5 +1,5 @@
 //! What a GPU is and what it sustains, for reports and for planning.
-//! For: [`CudaDevice::new`](super::CudaDevice::new).
+//! For: whoever chooses devices and plans with them.
 //! Invariant: measuring takes some milliseconds, and what it needs is freed again.
 
 use std::sync::Arc;
@@ -18,22 +18,46 @@ const RESERVED_BYTES: u64 = 1 << 30;
 /// Bytes that are copied to measure bandwidth, read and written.
 const PROBE_BYTES: usize = 256 << 20;
 
-/// Asks the driver and measures the rest.
-pub(super) fn measure(gpu: &Arc<Gpu>) -> Result<DeviceInfo, KernelError> {
-    let limits = gpu.limits();
-    let (major, minor) = limits.compute_capability;
-    let (free, _) = gpu.memory()?;
-    Ok(DeviceInfo {
-        name: format!(
-            "cuda:{} {} (sm_{major}{minor}, {} multiprocessors)",
-            gpu.ordinal(),
-            limits.name,
-            limits.num_multiprocessors
-        ),
-        memory_bytes: (free as u64).saturating_sub(RESERVED_BYTES),
-        memory_bytes_per_second: measure_bandwidth(gpu)?,
-        operations_per_second: measure_matmul_rate(gpu)?,
-    })
+/// Least memory that must be free for a GPU to be of use: what is left alone, and something to measure with.
+const LEAST_BYTES: u64 = RESERVED_BYTES + PROBE_BYTES as u64;
+
+impl Gpu {
+    /// Kind and model, such as `cuda:0 NVIDIA H200 (sm_90, 132 multiprocessors)`.
+    pub fn device_name(&self) -> String {
+        let limits = self.limits();
+        let (major, minor) = limits.compute_capability;
+        let (ordinal, name) = (self.ordinal(), &limits.name);
+        format!("cuda:{ordinal} {name} (sm_{major}{minor}, {} multiprocessors)", limits.num_multiprocessors)
+    }
+
+    /// Refuses a GPU whose memory is taken by others.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] with the numbers.
+    pub fn expect_memory(&self) -> Result<(), KernelError> {
+        let (free, total) = self.memory()?;
+        if free as u64 >= LEAST_BYTES {
+            return Ok(());
+        }
+        let mib = |bytes: u64| bytes >> 20;
+        let (free, total, least) = (mib(free as u64), mib(total as u64), mib(LEAST_BYTES));
+        Err(self.error(format!("{free} MiB of {total} MiB are free, at least {least} MiB are needed")))
+    }
+
+    /// Asks the driver what the GPU is, and measures what it sustains.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if its memory is taken by others, or it fails.
+    pub fn measure(self: &Arc<Self>) -> Result<DeviceInfo, KernelError> {
+        self.expect_memory()?;
+        let (free, _) = self.memory()?;
+        Ok(DeviceInfo {
+            name: self.device_name(),
+            memory_bytes: (free as u64).saturating_sub(RESERVED_BYTES),
+            memory_bytes_per_second: measure_bandwidth(self)?,
+            operations_per_second: measure_matmul_rate(self)?,
+        })
+    }
 }
 
 /// Bytes a second of a copy on the GPU, read and written.

@@ -12,6 +12,9 @@ use crate::KernelError;
 /// Bytes of a piece, unless a unit is larger.
 const PIECE_BYTES: usize = 16 << 20;
 
+/// Up to so many bytes ordinary memory serves: to lock pages takes longer than to copy them once more.
+const PAGEABLE_BYTES: usize = 1 << 20;
+
 /// Two pieces of page-locked memory, taken when they are first wanted.
 pub struct Staging {
     gpu: Arc<Gpu>,
@@ -43,6 +46,12 @@ impl Staging {
     ) -> Result<DeviceBuffer, KernelError> {
         let Self { gpu, pieces } = self;
         let buffer = DeviceBuffer::uninit(gpu, num_bytes)?;
+        if num_bytes <= PAGEABLE_BYTES {
+            let mut bytes = vec![0; num_bytes];
+            make(0, &mut bytes);
+            buffer.write(0, &bytes)?;
+            return Ok(buffer);
+        }
         let piece_bytes = (PIECE_BYTES / unit_bytes.max(1)).max(1) * unit_bytes.max(1);
         for start in (0..num_bytes).step_by(piece_bytes) {
             let len = piece_bytes.min(num_bytes - start);

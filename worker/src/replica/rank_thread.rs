@@ -194,7 +194,7 @@ impl RankThread {
         progress(LoadEvent::Total(loader.total_bytes()))?;
         let weights = loader.load()?;
         let (dtype, plan) = (shape.dtype, spec.plan.find_rank(*rank).map(|(_, plan)| plan));
-        let (device_name, reserving) = (device.info().name.clone(), Instant::now());
+        let (device_name, reserving) = (device.name().to_owned(), Instant::now());
         let executor = Executor::new(device, config, shape, limits, weights, peers)?;
         tracing::info!(
             rank,

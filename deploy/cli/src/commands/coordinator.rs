@@ -161,7 +161,6 @@ impl Settings {
                 max_num_sequences: self.max_num_sequences.unwrap_or(options.max_num_sequences),
                 max_step_tokens: self.max_step_tokens.unwrap_or(options.max_step_tokens),
                 num_kv_blocks: self.num_kv_blocks.or(options.num_kv_blocks),
-                ..options
             },
             lease: seconds("lease_secs", self.lease_secs.unwrap_or(2.0))?,
             max_concurrent_requests: self.max_concurrent_requests.unwrap_or(1024),

@@ -99,7 +99,6 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         max_step_tokens: args.max_step_tokens,
         block_size: args.block_size,
         num_kv_blocks: args.num_kv_blocks,
-        ..PlanOptions::default()
     };
     let plan = lockstep_sharding::plan(&args.read_shape()?, &topology, &policy, &options)?;
     let explanation = lockstep_sharding::Explanation::new(&plan, &topology);

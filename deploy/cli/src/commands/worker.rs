@@ -26,6 +26,9 @@ pub struct Args {
     /// TOML file whose section [worker] holds the settings above, named with underscores
     #[arg(long, env = "LOCKSTEP_CONFIG", value_name = "FILE")]
     config: Option<PathBuf>,
+    /// Why --device names these devices (set by `up`, which chose them)
+    #[arg(long, hide = true)]
+    device_reason: Option<String>,
     /// Stop when standard input closes (set by `up`, so that workers end with it)
     #[arg(long)]
     exit_on_stdin_close: bool,
@@ -88,7 +91,8 @@ struct Settings {
 /// If a setting is wrong or the worker fails.
 pub async fn run(args: Args) -> anyhow::Result<()> {
     let settings = settings::layered(&args.settings, args.config.as_deref(), "worker")?;
-    let config = settings.into_config()?;
+    let mut config = settings.into_config()?;
+    config.devices.reason = args.device_reason;
     tracing::info!(?config, "starting a worker");
     let shutdown = signals::shutdown_token(args.exit_on_stdin_close)?;
     Ok(lockstep_worker::run(config, shutdown).await?)
@@ -127,6 +131,7 @@ impl Settings {
             advertise_host: self.advertise_host.unwrap_or_else(|| String::from("127.0.0.1")),
             devices: DeviceSettings {
                 selection: device_selection(self.device.as_deref())?,
+                reason: None,
                 num_cpu_devices: self.num_devices.unwrap_or(1),
                 threads_per_device: self.threads_per_device.unwrap_or(0),
                 dtype: dtype(self.dtype.as_deref())?,

@@ -150,6 +150,7 @@ fn options(args: &Args) -> PlanOptions {
 fn devices(args: &Args, world_size: usize) -> anyhow::Result<LocalDevices> {
     let settings = DeviceSettings {
         selection: device_selection(args.device.as_deref())?,
+        reason: None,
         num_cpu_devices: world_size,
         threads_per_device: args.threads,
         dtype: dtype(args.dtype.as_deref())?,

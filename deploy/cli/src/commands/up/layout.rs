@@ -29,6 +29,8 @@ pub struct Layout {
     pub num_workers: usize,
     /// The processor or all GPUs.
     pub devices: DeviceSelection,
+    /// Why these, if they were not asked for.
+    pub reason: Option<String>,
     /// Policy text for the planner.
     pub policy: String,
 }
@@ -37,11 +39,11 @@ impl LayoutArgs {
     /// Fills in what was left out; `choose` finds devices for so many ranks where the selection leaves that open.
     ///
     /// # Errors
-    /// If a number is 0 or the degrees do not multiply to the devices.
+    /// If a number is 0 or the degrees do not multiply to the devices, or what `choose` returns.
     pub fn layout(
         &self,
         selection: DeviceSelection,
-        choose: &dyn Fn(usize) -> DeviceSelection,
+        choose: &dyn Fn(usize) -> Result<(DeviceSelection, String), UsageError>,
     ) -> Result<Layout, UsageError> {
         let given = [
             ("--workers", self.workers),
@@ -68,18 +70,21 @@ impl LayoutArgs {
                 "tensor {tensor} x pipeline {pipeline} x replicas {replicas} need {needed} ranks, {given} {num_ranks}"
             )));
         }
-        let devices = match selection {
-            DeviceSelection::Auto => match choose(needed) {
-                DeviceSelection::Cuda(ordinals) => DeviceSelection::Cuda(ordinals.into_iter().take(needed).collect()),
-                other => other,
+        let (devices, reason) = match selection {
+            DeviceSelection::Auto => match choose(needed)? {
+                (DeviceSelection::Cuda(ordinals), reason) => {
+                    (DeviceSelection::Cuda(ordinals.into_iter().take(needed).collect()), Some(reason))
+                }
+                (other, reason) => (other, Some(reason)),
             },
-            named => named,
+            named => (named, None),
         };
         let num_workers = self.workers.unwrap_or(if devices == DeviceSelection::Cpu { needed } else { 1 });
         if !needed.is_multiple_of(num_workers) {
             return Err(usage(format!("{needed} devices cannot be shared equally by --workers {num_workers}")));
         }
-        Ok(Layout { num_workers, devices, policy: format!("hybrid={tensor}x{pipeline},replicas={replicas}") })
+        let policy = format!("hybrid={tensor}x{pipeline},replicas={replicas}");
+        Ok(Layout { num_workers, devices, reason, policy })
     }
 }
 
@@ -107,7 +112,8 @@ mod tests {
             selection.parse().unwrap(),
             &|num_ranks| {
                 // A machine of two GPUs.
-                if num_ranks > 2 { DeviceSelection::Cpu } else { DeviceSelection::Cuda(vec![0, 1]) }
+                let devices = if num_ranks > 2 { DeviceSelection::Cpu } else { DeviceSelection::Cuda(vec![0, 1]) };
+                Ok((devices, String::from("a test")))
             },
         )
     }
@@ -122,8 +128,8 @@ mod tests {
             ([4, 99, 2, 99], 4, "hybrid=2x2,replicas=1"),
         ];
         for (numbers, num_workers, policy) in cases {
-            let devices = DeviceSelection::Cpu;
-            assert_eq!(layout(numbers, "cpu").unwrap(), Layout { num_workers, devices, policy: String::from(policy) });
+            let expected = Layout { num_workers, devices: DeviceSelection::Cpu, reason: None, policy: policy.into() };
+            assert_eq!(layout(numbers, "cpu").unwrap(), expected);
         }
         for wrong in [[0, 99, 99, 99], [3, 2, 99, 99], [3, 99, 2, 99], [1, 99, 2, 99]] {
             assert!(layout(wrong, "cpu").is_err(), "{wrong:?}");
@@ -141,7 +147,7 @@ mod tests {
         ];
         for (numbers, selection, policy, devices) in cases {
             let layout = layout(numbers, selection).unwrap();
-            assert_eq!(layout.policy, policy);
+            assert_eq!((layout.policy.as_str(), layout.reason.is_some()), (policy, selection == "auto"));
             let got: Vec<String> = (0..layout.num_workers).map(|index| layout.device_of(index).to_string()).collect();
             assert_eq!(got, devices);
         }

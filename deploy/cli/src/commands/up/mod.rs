@@ -11,6 +11,7 @@ use std::{
 
 use anyhow::Context;
 use lockstep_proto::v1::{GetClusterRequest, LoadModelRequest};
+use lockstep_sharding::Dtype;
 use lockstep_worker::devices::{DeviceSelection, DeviceSettings, LocalDevices};
 use serde::Serialize;
 use tokio_util::sync::CancellationToken;
@@ -96,9 +97,9 @@ struct Ready<'a> {
 /// # Errors
 /// If the model does not exist, a child ends at start, or the model cannot be loaded.
 pub async fn run(args: Args, log: &LogSettings) -> anyhow::Result<()> {
-    let layout = args.layout.layout(device_selection(args.device.as_deref())?, &choose_automatically)?;
-    // A worker would refuse it too, but only once the cluster is up.
-    dtype(args.dtype.as_deref())?;
+    let dtype = dtype(args.dtype.as_deref())?;
+    let choose = |num_ranks| choose_automatically(num_ranks, dtype);
+    let layout = args.layout.layout(device_selection(args.device.as_deref())?, &choose)?;
     let model = args.model.canonicalize().with_context(|| format!("model {}", args.model.display()))?;
     if let Some(path) = args.ready_file.as_deref().filter(|path| path.exists()) {
         std::fs::remove_file(path).with_context(|| format!("old ready file {}", path.display()))?;
@@ -116,10 +117,11 @@ pub async fn run(args: Args, log: &LogSettings) -> anyhow::Result<()> {
     result
 }
 
-/// The devices for so many ranks.
-fn choose_automatically(num_ranks: usize) -> DeviceSelection {
-    let settings = DeviceSettings { num_cpu_devices: num_ranks, ..DeviceSettings::default() };
-    LocalDevices::choose(settings, num_ranks).map_or(DeviceSelection::Cpu, |devices| devices.selection())
+/// The devices for so many ranks, and why.
+fn choose_automatically(num_ranks: usize, dtype: Option<Dtype>) -> Result<(DeviceSelection, String), UsageError> {
+    let settings = DeviceSettings { num_cpu_devices: num_ranks, dtype, ..DeviceSettings::default() };
+    let devices = LocalDevices::choose(settings, num_ranks).map_err(|error| usage(error.to_string()))?;
+    Ok((devices.selection(), devices.reason().to_owned()))
 }
 
 impl Args {
@@ -144,6 +146,7 @@ impl Args {
             format!("--threads-per-device={threads}"),
             format!("--device={}", layout.device_of(index)),
         ];
+        arguments.extend(layout.reason.as_ref().map(|reason| format!("--device-reason={reason}")));
         arguments.extend(self.dtype.as_ref().map(|dtype| format!("--dtype={dtype}")));
         arguments.extend(self.config.as_ref().map(|path| format!("--config={}", path.display())));
         arguments

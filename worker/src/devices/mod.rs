@@ -1,15 +1,24 @@
 //! Which devices of this machine a worker's ranks own, why, and how one is opened.
 //! For: the worker's start, which reports them, and each rank's thread, which opens its own.
 //! Invariant: what was chosen stays: a device that cannot be opened later is an error, never silently another device.
-//! Not here: what a device does (`lockstep-kernels`); this is the only file that names its backends.
+//! Not here: what a device does (`lockstep-kernels`); this module alone names its backends.
+
+#[cfg(feature = "cuda")]
+mod cuda;
 
 use std::{fmt, path::PathBuf, str::FromStr};
 
 use lockstep_formats::Dtype;
+#[cfg(feature = "cuda")]
+use lockstep_kernels::cuda::{CudaDevice, KernelCache};
 use lockstep_kernels::{Device, KernelError, cpu::CpuDevice, device::DeviceInfo};
 use lockstep_sharding::usable_bytes;
 
 use crate::{WorkerError, config::threads_per_device};
+
+/// Why there are no GPUs.
+#[cfg(not(feature = "cuda"))]
+const NO_CUDA: &str = "this build lacks the feature cuda";
 
 /// What the settings ask for.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -60,6 +69,8 @@ impl fmt::Display for DeviceSelection {
 pub struct DeviceSettings {
     /// Which.
     pub selection: DeviceSelection,
+    /// Why these were asked for, if somebody has chosen for the user.
+    pub reason: Option<String>,
     /// Devices (ranks) to make of the processor, if that is what is used.
     pub num_cpu_devices: usize,
     /// Threads of each of them; 0: all cores divided by the devices.
@@ -94,6 +105,8 @@ pub struct LocalDevices {
     devices: Vec<LocalDevice>,
     reason: String,
     settings: DeviceSettings,
+    #[cfg(feature = "cuda")]
+    open_gpus: cuda::OpenGpus,
 }
 
 /// What is done with an opened device, whatever its type.
@@ -106,25 +119,77 @@ pub(crate) trait DeviceTask {
 }
 
 impl LocalDevices {
-    /// Chooses as the settings ask; GPUs are chosen automatically only if there are at least `num_ranks`.
+    /// Chooses as the settings ask. Automatically GPUs are chosen if at least `num_ranks` work: each is tried.
     ///
     /// # Errors
-    /// [`WorkerError::Config`] if a device was asked for that this build or this machine does not have.
+    /// [`WorkerError::Config`] if a device was asked for that this build or this machine does not have, or a type of
+    /// keys and values that the devices do not hold; [`WorkerError::Kernel`] if CUDA does not work though asked for.
     pub fn choose(settings: DeviceSettings, num_ranks: usize) -> Result<Self, WorkerError> {
-        let cpu = || vec![LocalDevice::Cpu; settings.num_cpu_devices];
-        let (devices, reason) = match &settings.selection {
-            DeviceSelection::Cpu => (cpu(), "asked for".to_owned()),
-            DeviceSelection::Cuda(ordinals) => (cuda_devices(Some(ordinals))?, "asked for".to_owned()),
-            DeviceSelection::Auto => match cuda_devices(None) {
-                Ok(devices) if devices.len() < num_ranks => {
-                    (cpu(), format!("no GPU is used: there are {}, {num_ranks} are needed", devices.len()))
-                }
-                Ok(devices) => (devices, "CUDA works here".to_owned()),
-                Err(problem) => (cpu(), format!("no GPU is used: {problem}")),
-            },
+        let devices = vec![LocalDevice::Cpu; settings.num_cpu_devices];
+        let on_cpu = Self {
+            devices,
+            reason: settings.reason.clone().unwrap_or_else(|| "asked for".to_owned()),
+            settings,
+            #[cfg(feature = "cuda")]
+            open_gpus: cuda::OpenGpus::default(),
         };
-        tracing::info!(?devices, reason, "devices chosen");
-        Ok(Self { devices, reason, settings })
+        let chosen = match on_cpu.settings.selection.clone() {
+            DeviceSelection::Cpu => on_cpu,
+            DeviceSelection::Cuda(ordinals) => on_cpu.with_asked(&ordinals)?,
+            DeviceSelection::Auto => on_cpu.with_found(num_ranks),
+        };
+        chosen.check_dtype()?;
+        tracing::info!(devices = ?chosen.devices, reason = chosen.reason, "devices chosen");
+        Ok(chosen)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn with_asked(self, ordinals: &[usize]) -> Result<Self, WorkerError> {
+        cuda::OpenGpus::expect(ordinals)?;
+        Ok(Self { devices: ordinals.iter().copied().map(LocalDevice::Cuda).collect(), ..self })
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn with_asked(self, _: &[usize]) -> Result<Self, WorkerError> {
+        Err(WorkerError::Config { field: "device", problem: NO_CUDA.to_owned() })
+    }
+
+    #[cfg(feature = "cuda")]
+    fn with_found(self, num_ranks: usize) -> Self {
+        let (ordinals, reason) = cuda::choose(self.open_gpus.find(&self.kernel_cache()), num_ranks);
+        match ordinals {
+            Some(ordinals) => Self { devices: ordinals.into_iter().map(LocalDevice::Cuda).collect(), reason, ..self },
+            None => {
+                if cuda::is_expected() {
+                    tracing::warn!(reason, "the processor is used");
+                }
+                Self { reason, open_gpus: cuda::OpenGpus::default(), ..self }
+            }
+        }
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn with_found(self, _: usize) -> Self {
+        Self { reason: format!("no GPU is used: {NO_CUDA}"), ..self }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn kernel_cache(&self) -> KernelCache {
+        KernelCache::new(self.settings.kernel_cache.clone())
+    }
+
+    /// Refuses a type of keys and values that the devices do not hold, before a model is loaded.
+    fn check_dtype(&self) -> Result<(), WorkerError> {
+        match (self.settings.dtype, self.selection()) {
+            (Some(Dtype::F32), DeviceSelection::Cuda(_)) => {
+                let problem = format!(
+                    "f32 is asked for, but the tensor cores of {} take keys and values in f16 or bf16; --device cpu holds f32",
+                    self.selection()
+                );
+                Err(WorkerError::Config { field: "dtype", problem })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// What was chosen, in the words of the settings.
@@ -161,20 +226,20 @@ impl LocalDevices {
         &self.reason
     }
 
-    /// What each device is; equal ones are measured once. Blocks for up to seconds.
+    /// What each device is and sustains, measured: blocks for up to seconds.
     ///
     /// # Errors
     /// [`WorkerError::Kernel`] if one cannot be opened.
     pub fn infos(&self) -> Result<Vec<DeviceInfo>, WorkerError> {
-        let mut infos: Vec<DeviceInfo> = Vec::with_capacity(self.len());
-        for (local_rank, device) in self.devices.iter().enumerate() {
-            let info = match self.devices[..local_rank].iter().position(|other| other == device) {
-                Some(equal) => infos[equal].clone(),
-                None => self.with_device(local_rank, Describe)??,
-            };
-            infos.push(info);
+        #[cfg(feature = "cuda")]
+        {
+            let ordinals: Vec<usize> = self.devices.iter().filter_map(|device| device.cuda_ordinal()).collect();
+            if !ordinals.is_empty() {
+                return Ok(self.open_gpus.measure(&ordinals, &self.kernel_cache())?);
+            }
         }
-        Ok(infos)
+        let info = CpuDevice::new(self.threads_per_rank())?.measure()?;
+        Ok(vec![info; self.len()])
     }
 
     /// Runs `task` with device number `local_rank`.
@@ -191,40 +256,12 @@ impl LocalDevices {
                 task.run(|| CpuDevice::new(num_threads))
             }
             #[cfg(feature = "cuda")]
-            LocalDevice::Cuda(ordinal) => {
-                use lockstep_kernels::cuda::{CudaDevice, KernelCache};
-                task.run(|| CudaDevice::new(ordinal, KernelCache::new(self.settings.kernel_cache.clone())))
-            }
+            LocalDevice::Cuda(ordinal) => task.run(|| {
+                let device = CudaDevice::new(ordinal, self.kernel_cache());
+                self.open_gpus.release(ordinal);
+                device
+            }),
         })
-    }
-}
-
-/// These GPUs, or all.
-#[cfg(feature = "cuda")]
-fn cuda_devices(ordinals: Option<&[usize]>) -> Result<Vec<LocalDevice>, WorkerError> {
-    let num_devices = lockstep_kernels::cuda::probe::num_devices()?;
-    let all: Vec<usize> = (0..num_devices).collect();
-    let ordinals = ordinals.unwrap_or(&all);
-    if let Some(missing) = ordinals.iter().find(|ordinal| **ordinal >= num_devices) {
-        let problem = format!("cuda:{missing} is asked for, the driver shows {num_devices} GPUs");
-        return Err(WorkerError::Config { field: "device", problem });
-    }
-    Ok(ordinals.iter().copied().map(LocalDevice::Cuda).collect())
-}
-
-#[cfg(not(feature = "cuda"))]
-fn cuda_devices(_: Option<&[usize]>) -> Result<Vec<LocalDevice>, WorkerError> {
-    Err(WorkerError::Config { field: "device", problem: "this build lacks the feature cuda".to_owned() })
-}
-
-/// Opens a device to learn what it can do.
-struct Describe;
-
-impl DeviceTask for Describe {
-    type Output = Result<DeviceInfo, KernelError>;
-
-    fn run<D: Device>(self, open: impl FnOnce() -> Result<D, KernelError>) -> Self::Output {
-        open().map(|device| device.info().clone())
     }
 }
 
@@ -254,7 +291,15 @@ mod tests {
         assert_eq!((devices.len(), devices.reason()), (2, "asked for"));
         let infos = devices.infos().unwrap();
         assert!(infos.len() == 2 && infos[0].name.starts_with("cpu"), "{infos:?}");
-        assert!(matches!(devices.with_device(2, Describe), Err(WorkerError::Mismatch(_))));
+        struct Open;
+        impl DeviceTask for Open {
+            type Output = Result<(), KernelError>;
+            fn run<D: Device>(self, open: impl FnOnce() -> Result<D, KernelError>) -> Self::Output {
+                open().map(drop)
+            }
+        }
+        devices.with_device(1, Open).unwrap().unwrap();
+        assert!(matches!(devices.with_device(2, Open), Err(WorkerError::Mismatch(_))));
     }
 
     #[test]
