@@ -4,10 +4,24 @@
 
 #include "launch.cuh"
 
+#if __CUDA_ARCH__ < 900
+// No clusters: code for them compiles, and is not launched.
+#undef CLUSTER
+#define CLUSTER 1
+#endif
+
 #if CLUSTER > 1
+// The two halves of a barrier of the cluster; what a block wrote before it arrives is seen by those that waited.
+__device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_arrivals() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
 __device__ __forceinline__ void wait_for_cluster() {
-    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+    arrive_at_cluster();
+    wait_for_arrivals();
 }
+
+// A block's place in its cluster.
+__device__ __forceinline__ unsigned place_in_cluster() { return blockIdx.x % CLUSTER; }
 
 // A float at the same place in the shared memory of another block of the cluster.
 __device__ __forceinline__ float load_from(const float* own, unsigned rank) {
@@ -17,6 +31,9 @@ __device__ __forceinline__ float load_from(const float* own, unsigned rank) {
     return value;
 }
 #else
+__device__ __forceinline__ void arrive_at_cluster() {}
+__device__ __forceinline__ void wait_for_arrivals() {}
 __device__ __forceinline__ void wait_for_cluster() { __syncthreads(); }
+__device__ __forceinline__ unsigned place_in_cluster() { return 0; }
 __device__ __forceinline__ float load_from(const float* own, unsigned) { return *own; }
 #endif

@@ -3,7 +3,15 @@
 //! Invariant: a [`DeviceBuffer`] is one `cuMemAlloc`; copies are checked against its size and ordered by the stream.
 //! Not here: scratch of single operations ([`pool`](super::pool)).
 
-use std::{ffi::c_void, ops::Range, ptr::NonNull, sync::Arc};
+use std::{
+    ffi::c_void,
+    ops::Range,
+    ptr::NonNull,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
+};
 
 use bytemuck::{AnyBitPattern, NoUninit};
 use cudarc::driver::{
@@ -333,5 +341,46 @@ impl Drop for PinnedBuffer {
         if let Err(error) = freed {
             tracing::error!(%error, num_bytes = self.num_bytes, "pinned memory could not be freed");
         }
+    }
+}
+
+/// A word of host memory that running kernels read: how the host tells them something.
+pub struct PinnedFlag(PinnedBuffer);
+
+impl PinnedFlag {
+    /// A flag that is not raised.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if memory is short.
+    pub fn new(gpu: &Arc<Gpu>) -> Result<Self, KernelError> {
+        Ok(Self(PinnedBuffer::zeroed(gpu, size_of::<u32>())?))
+    }
+
+    /// Where kernels read a `uint32_t` that is not 0 once the flag is raised.
+    pub fn pointer(&self) -> DevicePointer {
+        // Pinned memory has one address for host and GPU.
+        DevicePointer(self.0.start.as_ptr().addr() as CUdeviceptr)
+    }
+
+    /// Raises it, for good.
+    pub fn raise(&self) {
+        self.word().store(1, Ordering::Release);
+    }
+
+    /// Whether it was raised.
+    pub fn is_raised(&self) -> bool {
+        self.word().load(Ordering::Acquire) != 0
+    }
+
+    fn word(&self) -> &AtomicU32 {
+        // SAFETY: four bytes on the border of a page, initialized in `zeroed`, which live as long as `self`; the host
+        // accesses them by this alone, and the GPU reads.
+        unsafe { AtomicU32::from_ptr(self.0.start.as_ptr().cast()) }
+    }
+}
+
+impl std::fmt::Debug for PinnedFlag {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(formatter, "PinnedFlag({})", self.is_raised())
     }
 }

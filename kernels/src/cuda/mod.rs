@@ -14,6 +14,7 @@
 //! - [`CudaDevice`]: the operations, which add calls to a step; `step`: a step as a list of calls, launched or replayed.
 //! - [`communicator`]: GPUs of several ranks that meet. `wait`: waits that end when one of them is lost.
 //! - [`inputs`]: what changes from step to step, sent in one copy.
+//! - [`one_shot`]: GPUs of a host that write to each other's memory, for sums over ranks.
 //! - [`launch`]: kernels and their arguments. [`graph`]: whole steps recorded and replayed.
 
 pub mod activations;
@@ -34,6 +35,7 @@ pub mod kv_cache;
 pub mod launch;
 pub mod matmul;
 pub mod memory;
+pub mod one_shot;
 pub mod pool;
 pub mod probe;
 pub mod rms_norm;
@@ -54,7 +56,8 @@ pub use inputs::{InputSlice, StepInputs};
 pub use kernel_cache::KernelCache;
 pub use kv_cache::CudaKvCache;
 pub use launch::{Argument, Kernel, Launch};
-pub use memory::{DeviceBuffer, DevicePointer, PinnedBuffer};
+pub use memory::{DeviceBuffer, DevicePointer, PinnedBuffer, PinnedFlag};
+pub use one_shot::OneShot;
 pub use pool::{PoolStatistics, ScratchBuffer};
 pub use staging::Staging;
 pub use tensor::CudaTensor;

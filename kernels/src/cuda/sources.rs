@@ -5,7 +5,7 @@
 use super::{
     add, attention, convert, gather_rows,
     matmul::{batch, dense, embed, matvec, plain, products},
-    rms_norm, rope_and_store, sample,
+    one_shot, rms_norm, rope_and_store, sample,
 };
 
 /// One `.cu` file. An operation's launcher holds its source.
@@ -22,6 +22,7 @@ pub struct Source {
 /// Every source. A test compares the list with the folder.
 pub const SOURCES: &[&Source] = &[
     &add::SOURCE,
+    &one_shot::all_reduce::SOURCE,
     &attention::decode::SOURCE,
     &attention::prefill::HOPPER_SOURCE,
     &attention::prefill::SOURCE,
@@ -50,6 +51,8 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("kv_cache.cuh", include_str!("../../cuda/include/kv_cache.cuh")),
     ("launch.cuh", include_str!("../../cuda/include/launch.cuh")),
     ("layer.cuh", include_str!("../../cuda/include/layer.cuh")),
+    ("norm.cuh", include_str!("../../cuda/include/norm.cuh")),
+    ("one_shot.cuh", include_str!("../../cuda/include/one_shot.cuh")),
     ("ordered.cuh", include_str!("../../cuda/include/ordered.cuh")),
     ("plain.cuh", include_str!("../../cuda/include/plain.cuh")),
     ("reduce.cuh", include_str!("../../cuda/include/reduce.cuh")),
