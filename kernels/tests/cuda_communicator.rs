@@ -16,6 +16,7 @@ use lockstep_kernels::{
     cpu::CpuDevice,
     cuda::{CudaCommunicator, CudaDevice, CudaTensor, KernelCache},
     group::{Collective, Group},
+    reference,
 };
 
 type Communicator = Arc<CudaCommunicator>;
@@ -149,6 +150,42 @@ fn cuda_two_gpus_get_the_same_bits() {
         values(&mut device, 100, &mut tensor).unwrap()
     });
     assert!(sums[0] == sums[1]);
+}
+
+/// Sums that a norm follows, of few rows in the same launch: call by call, recorded and replayed.
+#[test]
+#[ignore = "needs 2 CUDA GPUs"]
+fn cuda_two_gpus_norm_what_they_add_up() {
+    const SIZES: [(usize, usize); 5] = [(1, 576), (1, 4096), (2, 8192), (5, 4096), (100, 8192)];
+    with_ranks(2, Duration::from_secs(30), &End::default(), |rank, mut device, communicator| {
+        let tensor = |(num_tokens, width)| device.tensor(num_tokens, width).unwrap();
+        let (mut sums, mut normed) = (SIZES.map(tensor), SIZES.map(tensor));
+        let weights = SIZES.map(|(_, width)| (0..width).map(|index| value(2, index, 0) / 500.0).collect::<Vec<_>>());
+        let vectors = weights.clone().map(|weights| device.vector(&weights).unwrap());
+        for round in 0..4 {
+            for (tensor, (num_tokens, _)) in sums.iter_mut().zip(SIZES) {
+                fill(&mut device, num_tokens, tensor, |index| value(rank, index, round));
+            }
+            let sum_and_norm = |device: &mut CudaDevice| {
+                for (number, (num_tokens, _)) in SIZES.into_iter().enumerate() {
+                    device.collective(num_tokens, &mut sums[number], Collective::AllReduce, &communicator)?;
+                    device.rms_norm(num_tokens, &sums[number], &vectors[number], 1e-5, &mut normed[number])?;
+                }
+                Ok(())
+            };
+            device.step::<_, KernelError>(sum_and_norm).unwrap();
+            for (number, (num_tokens, width)) in SIZES.into_iter().enumerate() {
+                let sum = |index| value(0, index, round) + value(1, index, round);
+                let expected: Vec<f32> = (0..num_tokens * width).map(sum).collect();
+                let name = format!("{num_tokens} x {width}, round {round}");
+                assert!(values(&mut device, num_tokens, &mut sums[number]).unwrap() == expected, "sums of {name}");
+                let got = values(&mut device, num_tokens, &mut normed[number]).unwrap();
+                for (got, want) in got.iter().zip(reference::rms_norm::rms_norm(&expected, &weights[number], 1e-5)) {
+                    assert!((f64::from(*got) - want).abs() <= 1e-6 * want.abs().max(1e-3), "{name}: {got} {want}");
+                }
+            }
+        }
+    });
 }
 
 /// Rows go from rank to rank, each adds to what it sends on; several steps are under way at once.

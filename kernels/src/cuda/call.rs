@@ -37,6 +37,8 @@ pub(super) enum Call {
     RmsNorm(RmsNormCall),
     RopeAndStore(RopeAndStoreCall),
     Sample(SampleCall),
+    /// A sum over ranks and the norm of it in one.
+    SumAndNorm(CollectiveCall, RmsNormCall),
 }
 
 /// The launcher of every operation.
@@ -79,6 +81,7 @@ impl Launchers {
             Call::RmsNorm(call) => self.rms_norm.launch(call),
             Call::RopeAndStore(call) => self.rope_and_store.launch(call),
             Call::Sample(call) => self.sample.launch(call),
+            Call::SumAndNorm(call, norm) => CudaCommunicator::launch_with_norm(call, norm),
         }
     }
 }

@@ -275,13 +275,18 @@ impl Device for CudaDevice {
         input.expect_tokens(operation, num_tokens)?;
         output.expect_tokens(operation, num_tokens)?;
         let producer = Producer { make_tiles: true, make_halves: true };
-        self.steps.push(Call::RmsNorm(RmsNormCall {
+        let norm = RmsNormCall {
             num_tokens,
             input: Arc::clone(input.values()),
             weight: Arc::clone(weight.values()),
             epsilon,
             output: output.produce(num_tokens, producer),
-        }))
+        };
+        // The sum over ranks that was asked for just before happens in the same kernel.
+        match self.steps.pop_if(|before| matches!(before, Call::Collective(sum) if sum.takes_norm(&norm))) {
+            Some(Call::Collective(sum)) => self.steps.push(Call::SumAndNorm(sum, norm)),
+            _ => self.steps.push(Call::RmsNorm(norm)),
+        }
     }
 
     fn matmul(

@@ -148,7 +148,7 @@ impl Steps {
         let mut num_ahead = 0;
         for call in calls {
             self.launchers.launch(call)?;
-            num_ahead += usize::from(matches!(call, Call::Collective(_)));
+            num_ahead += usize::from(matches!(call, Call::Collective(_) | Call::SumAndNorm(..)));
             if num_ahead == MAX_COLLECTIVES_AHEAD {
                 self.gpu.synchronize()?;
                 num_ahead = 0;

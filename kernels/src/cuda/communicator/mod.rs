@@ -1,5 +1,6 @@
 //! GPUs of several ranks, which sum and hand over rows among themselves: recorded and replayed with the step, without a
-//! way through the hosts. NCCL moves the bytes, within a process, a host or a network.
+//! way through the hosts. NCCL moves the bytes, within a process, a host or a network; but short sums between GPUs that can
+//! write to each other's memory go through [`OneShot`], in a third of the time.
 //! For: [`CudaDevice`](super::CudaDevice).
 //! Invariant: the rank's own thread makes all calls, and none of its waits outlasts the group: [`Gpu::drain`] and
 //! [`CudaCommunicator::launch`] look whether it has ended, or took longer than its time-out. Then the communicator is
@@ -14,7 +15,7 @@ use std::{
 };
 
 use self::nccl::{ID_BYTES, Nccl};
-use super::{DeviceBuffer, Gpu};
+use super::{DeviceBuffer, Gpu, OneShot, rms_norm::RmsNormCall};
 use crate::{
     KernelError,
     group::{Collective, Exchange, Group, NO_OFFER},
@@ -25,6 +26,8 @@ pub struct CudaCommunicator {
     gpu: Arc<Gpu>,
     group: Group,
     state: Mutex<State>,
+    /// For short sums, where the GPUs can; aborted with the rest.
+    one_shot: Option<OneShot>,
 }
 
 enum State {
@@ -43,6 +46,20 @@ pub struct CollectiveCall {
     pub len: usize,
     /// of this buffer.
     pub values: Arc<DeviceBuffer>,
+}
+
+impl CollectiveCall {
+    /// Who makes it, if not NCCL: all ranks come to the same answer.
+    fn one_shot(&self) -> Option<&OneShot> {
+        let is_sum = self.collective == Collective::AllReduce;
+        self.communicator.one_shot.as_ref().filter(|one_shot| is_sum && self.len <= one_shot.max_len())
+    }
+
+    /// Whether `norm` of its result can be made in the same launch.
+    pub(super) fn takes_norm(&self, norm: &RmsNormCall) -> bool {
+        let is_of_sums = norm.input == self.values && norm.num_tokens * norm.output.columns == self.len;
+        is_of_sums && self.one_shot().is_some_and(|one_shot| one_shot.takes_norm(norm))
+    }
 }
 
 impl CudaCommunicator {
@@ -66,7 +83,12 @@ impl CudaCommunicator {
         let met = Self::meet(gpu, group, id);
         let all_met = exchange(&[u8::from(met.is_ok())])?.iter().all(|met| *met == [1]);
         match met {
-            Ok(communicator) if all_met => Ok(Some(communicator)),
+            Ok(mut communicator) if all_met => {
+                communicator.one_shot = OneShot::join(gpu, group.rank, group.world_size, exchange)?;
+                let communicator = Arc::new(communicator);
+                gpu.register(&communicator);
+                Ok(Some(communicator))
+            }
             Ok(_) => {
                 tracing::warn!("GPUs do not meet: another rank of the group failed to");
                 Ok(None)
@@ -79,15 +101,14 @@ impl CudaCommunicator {
     }
 
     /// Waits half of the group's time for the others: who fails says so before others lose patience with it.
-    fn meet(gpu: &Arc<Gpu>, group: &Group, id: [u8; ID_BYTES]) -> Result<Arc<Self>, KernelError> {
+    fn meet(gpu: &Arc<Gpu>, group: &Group, id: [u8; ID_BYTES]) -> Result<Self, KernelError> {
         gpu.bind()?;
         let nccl = Nccl::begin(id, group.rank, group.world_size).map_err(|what| gpu.error(what))?;
         let group = Group { timeout: group.timeout / 2, ..group.clone() };
-        let mut communicator = Self { gpu: Arc::clone(gpu), group, state: Mutex::new(State::Open(nccl)) };
+        let mut communicator =
+            Self { gpu: Arc::clone(gpu), group, state: Mutex::new(State::Open(nccl)), one_shot: None };
         communicator.wait_ready()?;
         communicator.group.timeout *= 2;
-        let communicator = Arc::new(communicator);
-        gpu.register(&communicator);
         Ok(communicator)
     }
 
@@ -113,11 +134,26 @@ impl CudaCommunicator {
         }
         gpu.bind()?;
         communicator.check()?;
+        if let Some(one_shot) = call.one_shot() {
+            return one_shot.all_reduce(*len, values);
+        }
         if let State::Open(nccl) = &*communicator.lock() {
             // SAFETY: the length was checked; the call shares the buffer, and lives as long as its recording.
             unsafe { nccl.enqueue(gpu, *collective, values.pointer(), *len) }.map_err(|what| gpu.error(what))?;
         }
         communicator.wait_ready()
+    }
+
+    /// Starts a sum of [those](CollectiveCall::takes_norm) which the norm of its result goes with.
+    ///
+    /// # Errors
+    /// As [`launch`](Self::launch) and [`OneShot::all_reduce_norm`].
+    pub(super) fn launch_with_norm(call: &CollectiveCall, norm: &RmsNormCall) -> Result<(), KernelError> {
+        call.communicator.check()?;
+        match call.one_shot() {
+            Some(one_shot) => one_shot.all_reduce_norm(norm),
+            None => Err(call.communicator.gpu.error("a sum that NCCL makes has no norm".to_owned())),
+        }
     }
 
     /// Waits until NCCL's host threads are done with what was asked for.
@@ -156,6 +192,7 @@ impl CudaCommunicator {
         match state {
             State::Open(nccl) => {
                 tracing::warn!(reason, rank = self.group.rank, "communicator of GPUs aborted");
+                self.one_shot.iter().for_each(OneShot::abort);
                 close(&self.gpu, nccl);
             }
             // The first reason stays.
