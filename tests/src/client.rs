@@ -121,21 +121,25 @@ pub fn gap(logprobs: &v1::TokenLogprobs) -> f32 {
     }
 }
 
-/// Where two greedy outputs part, if they part where rounding cannot explain it.
+/// Where two greedy outputs part: the position, and how far the best two tokens lie apart there, nats.
 ///
-/// Up to the first difference both saw the same tokens; a difference there is rounding only if the best two lie less
-/// than `tolerance` nats apart. What follows a difference is not comparable.
+/// Up to that position both saw the same tokens; what follows is not comparable.
+pub fn parting(reference: &Output, other: &Output) -> Option<(usize, f32)> {
+    let position = reference.token_ids.iter().zip(&other.token_ids).position(|(one, other)| one != other)?;
+    Some((position, reference.logprobs.get(position).map_or(f32::INFINITY, gap)))
+}
+
+/// Refuses outputs that part where rounding cannot explain it: where the best two tokens lie `tolerance` nats apart or
+/// more.
 ///
 /// # Errors
 /// Naming the position, tokens and gap.
 pub fn check_same(reference: &Output, other: &Output, tolerance: f32) -> anyhow::Result<()> {
-    let part = reference.token_ids.iter().zip(&other.token_ids).position(|(one, other)| one != other);
-    let Some(position) = part else {
+    let Some((position, found)) = parting(reference, other) else {
         let (one, two) = (reference.token_ids.len(), other.token_ids.len());
         anyhow::ensure!(one == two, "{one} tokens against {two}");
         return Ok(());
     };
-    let found = reference.logprobs.get(position).map_or(f32::INFINITY, gap);
     let (one, two) = (reference.token_ids[position], other.token_ids[position]);
     anyhow::ensure!(found < tolerance, "token {position} is {one} against {two} at a gap of {found} nats");
     Ok(())

@@ -111,6 +111,8 @@ impl DeviceBuffer {
     /// [`KernelError::OutOfRange`] if the buffer is too small, [`KernelError::Device`] if the driver fails.
     pub fn read<T: NoUninit + AnyBitPattern>(&self, offset: usize, values: &mut [T]) -> Result<(), KernelError> {
         self.check_range("read", offset, size_of_val(values))?;
+        // The copy to pageable memory waits in the driver, where nobody looks after other GPUs.
+        self.gpu.synchronize()?;
         if !values.is_empty() {
             self.gpu.bind()?;
             let bytes: &mut [u8] = bytemuck::cast_slice_mut(values);

@@ -157,3 +157,10 @@ impl Steps {
         Ok(())
     }
 }
+
+impl Drop for Steps {
+    /// A communicator is closed once no recording of any step knows it.
+    fn drop(&mut self) {
+        self.known.iter_mut().for_each(|step| step.recording = Recording::None);
+    }
+}

@@ -10,7 +10,7 @@ use lockstep_proto::v1::generate_request::Input;
 use lockstep_tests::{
     Client, Cluster, Layout, Output,
     agreement::{self, Choice, LARGEST_GAP, Passage},
-    client::{check_same, gap, greedy, read_to_end, tokens},
+    client::{check_same, gap, greedy, parting, read_to_end, tokens},
     process::PATIENCE,
 };
 
@@ -18,7 +18,8 @@ use crate::prompts::PROMPTS;
 
 /// Greedy tokens of each prompt.
 const STEPS: u32 = 50;
-/// Nats below which GPUs that share the layers may choose differently than one alone: their sums round differently.
+/// Nats below which GPUs that share the layers may choose differently than one alone, in batches: their sums round
+/// differently.
 const ROUNDING: f32 = 0.05;
 /// Longest time from the loss of a worker to the client's error.
 const LOSS: Duration = Duration::from_secs(2);
@@ -29,6 +30,19 @@ async fn greedy_outputs(client: &Client) -> Vec<Output> {
     let mut outputs = Vec::new();
     for prompt in PROMPTS {
         outputs.push(client.generate(greedy(Input::Prompt(prompt.into()), STEPS)).await.unwrap());
+    }
+    outputs
+}
+
+/// The same with all prompts at once: but for the first and the last few, steps are batches.
+async fn greedy_outputs_together(client: &Client) -> Vec<Output> {
+    let requests = PROMPTS.map(|prompt| {
+        let (client, request) = (client.clone(), greedy(Input::Prompt(prompt.into()), STEPS));
+        tokio::spawn(async move { client.generate(request).await })
+    });
+    let mut outputs = Vec::new();
+    for request in requests {
+        outputs.push(request.await.unwrap().unwrap());
     }
     outputs
 }
@@ -70,9 +84,7 @@ async fn check_against_processor(tensor: usize) {
     assert_eq!(ours.len(), 500);
     agreement::check(&format!("{tensor} GPUs, every prefix as a prompt"), &ours, &theirs).unwrap();
     // Decode steps see their own tokens, so they are comparable up to the first parting.
-    for ((prompt, on_cpu), on_gpu) in PROMPTS.iter().zip(&on_cpu).zip(greedy_outputs(&client).await) {
-        check_same(on_cpu, &on_gpu, LARGEST_GAP).unwrap_or_else(|problem| panic!("{prompt:?}: {problem}"));
-    }
+    check_all("decode steps", &on_cpu, &greedy_outputs(&client).await, LARGEST_GAP);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -98,31 +110,37 @@ async fn four_gpus_choose_as_the_processor_does() {
 async fn a_sequence_alone_and_in_a_batch_part_only_where_the_best_two_are_close() {
     let (_cluster, client) = start(Layout::on_gpus(1, 1)).await;
     let alone = greedy_outputs(&client).await;
-    let together: Vec<_> = PROMPTS
-        .iter()
-        .map(|prompt| {
-            let (client, request) = (client.clone(), greedy(Input::Prompt((*prompt).into()), STEPS));
-            tokio::spawn(async move { client.generate(request).await })
-        })
-        .collect();
-    for ((prompt, alone), together) in PROMPTS.iter().zip(&alone).zip(together) {
-        let together = together.await.unwrap().unwrap();
-        // Batches round activations to 16 bits, few tokens to 8.
-        check_same(alone, &together, LARGEST_GAP).unwrap_or_else(|problem| panic!("{prompt:?}: {problem}"));
+    let together = greedy_outputs_together(&client).await;
+    // Batches round activations to 16 bits, few tokens to 8.
+    check_all("alone and together", &alone, &together, LARGEST_GAP);
+}
+
+/// Prints how far outputs agree, and fails if they part where the best two tokens lie `tolerance` nats apart.
+fn check_all(name: &str, reference: &[Output], others: &[Output], tolerance: f32) {
+    let partings: Vec<_> = reference.iter().zip(others).filter_map(|(one, other)| parting(one, other)).collect();
+    let largest = partings.iter().map(|(_, gap)| *gap).fold(0.0, f32::max);
+    let num_equal = PROMPTS.len() - partings.len();
+    println!("{name}: {num_equal} of {} outputs are equal, largest gap at a parting {largest:.3}", PROMPTS.len());
+    for ((prompt, one), other) in PROMPTS.iter().zip(reference).zip(others) {
+        check_same(one, other, tolerance).unwrap_or_else(|problem| panic!("{name}, {prompt:?}: {problem}"));
     }
 }
 
-/// Cuts of the model against one GPU.
+/// Cuts of the model against one GPU. Several sum in another order, and in f32. In batches, whose activations have 16
+/// bits, that shows in close choices alone. Alone a sequence is computed with activations of 8 bits: there a last bit
+/// that differs flips a rounding, which flips others a layer later, until all roundings are others: as far apart as the
+/// processor is, which rounds otherwise as well.
 async fn check_cuts(layouts: &[Layout]) {
-    let whole = {
+    let (alone, together) = {
         let (_cluster, client) = start(Layout::on_gpus(1, 1)).await;
-        greedy_outputs(&client).await
+        (greedy_outputs(&client).await, greedy_outputs_together(&client).await)
     };
     for layout in layouts {
+        let Layout { tensor, pipeline, workers, .. } = layout;
+        let name = format!("{tensor} x {pipeline} GPUs of {workers} workers");
         let (_cluster, client) = start(*layout).await;
-        for ((prompt, whole), cut) in PROMPTS.iter().zip(&whole).zip(greedy_outputs(&client).await) {
-            check_same(whole, &cut, ROUNDING).unwrap_or_else(|problem| panic!("{layout:?}, {prompt:?}: {problem}"));
-        }
+        check_all(&format!("{name}, alone"), &alone, &greedy_outputs(&client).await, LARGEST_GAP);
+        check_all(&format!("{name}, together"), &together, &greedy_outputs_together(&client).await, ROUNDING);
     }
 }
 

@@ -1,8 +1,9 @@
 //! One decoder layer of the `llama` architecture on one rank: attention, then the gated feed-forward, each closed by
 //! the sum of all ranks' products, which is added to the residual stream.
 //! Invariant: before and after a layer `hidden` is the same on every rank of the tensor-parallel group, and but for
-//! rare last bits the same as on one rank alone: sums over columns, and over the ranks that share them, are taken in
-//! f64 and rounded once. A last bit that differed would flip roundings of int8 activations and grow layer by layer.
+//! rare last bits the same as on one rank alone: on processors sums over columns, and over the ranks that share them, are
+//! taken in f64 and rounded once. A last bit that differed would flip roundings of int8 activations and grow layer by
+//! layer, as it does between GPUs.
 
 use lockstep_kernels::{
     Device,

@@ -2,15 +2,16 @@
 //! way through the hosts. NCCL moves the bytes, within a process, a host or a network; but short sums between GPUs that can
 //! write to each other's memory go through [`OneShot`], in a third of the time.
 //! For: [`CudaDevice`](super::CudaDevice).
-//! Invariant: the rank's own thread makes all calls, and none of its waits outlasts the group: [`Gpu::drain`] and
-//! [`CudaCommunicator::launch`] look whether it has ended, or took longer than its time-out. Then the communicator is
-//! aborted, which frees the GPU from waiting, and every later use is an error that says why.
+//! Invariant: no wait outlasts the group: [`Gpu::drain`] and [`CudaCommunicator::launch`] look whether it has ended, or
+//! took longer than its time-out, and a thread of the communicator does while the driver blocks the rank's. Then the
+//! communicator is aborted, which frees the GPU from waiting, and every later use is an error that says why.
 
 mod nccl;
 mod offer;
 
 use std::{
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
@@ -21,6 +22,11 @@ use crate::{
     group::{Collective, Exchange, Group, NO_OFFER},
 };
 
+/// Between two looks after a group while nobody waits for it, or the driver blocks who does.
+const WATCH_INTERVAL: Duration = Duration::from_millis(100);
+/// Longest wait for NCCL to let go of a communicator.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// This rank's side of a group of GPUs.
 pub struct CudaCommunicator {
     gpu: Arc<Gpu>,
@@ -28,6 +34,7 @@ pub struct CudaCommunicator {
     state: Mutex<State>,
     /// For short sums, where the GPUs can; aborted with the rest.
     one_shot: Option<OneShot>,
+    closing: Mutex<Option<JoinHandle<()>>>,
 }
 
 enum State {
@@ -85,9 +92,7 @@ impl CudaCommunicator {
         match met {
             Ok(mut communicator) if all_met => {
                 communicator.one_shot = OneShot::join(gpu, group.rank, group.world_size, exchange)?;
-                let communicator = Arc::new(communicator);
-                gpu.register(&communicator);
-                Ok(Some(communicator))
+                Ok(Some(communicator.share()))
             }
             Ok(_) => {
                 tracing::warn!("GPUs do not meet: another rank of the group failed to");
@@ -105,11 +110,31 @@ impl CudaCommunicator {
         gpu.bind()?;
         let nccl = Nccl::begin(id, group.rank, group.world_size).map_err(|what| gpu.error(what))?;
         let group = Group { timeout: group.timeout / 2, ..group.clone() };
-        let mut communicator =
-            Self { gpu: Arc::clone(gpu), group, state: Mutex::new(State::Open(nccl)), one_shot: None };
+        let (state, closing) = (Mutex::new(State::Open(nccl)), Mutex::default());
+        let mut communicator = Self { gpu: Arc::clone(gpu), group, state, one_shot: None, closing };
         communicator.wait_ready()?;
         communicator.group.timeout *= 2;
         Ok(communicator)
+    }
+
+    /// From here on its waits are looked after.
+    fn share(self) -> Arc<Self> {
+        let communicator = Arc::new(self);
+        communicator.gpu.register(&communicator);
+        let watched = Arc::downgrade(&communicator);
+        let watch = thread::Builder::new().name("nccl-watch".to_owned()).spawn(move || Self::watch(&watched));
+        if let Err(error) = watch {
+            tracing::error!(%error, "no thread to watch a communicator of GPUs: it is looked after in waits alone");
+        }
+        communicator
+    }
+
+    fn watch(watched: &Weak<Self>) {
+        while let Some(communicator) = watched.upgrade() {
+            communicator.look(Duration::ZERO);
+            drop(communicator);
+            thread::sleep(WATCH_INTERVAL);
+        }
     }
 
     /// This rank's place.
@@ -169,7 +194,7 @@ impl CudaCommunicator {
                 Ok(false) => self.look(start.elapsed()),
                 Err(what) => self.abort(&what),
             }
-            std::thread::yield_now();
+            thread::yield_now();
         }
     }
 
@@ -191,9 +216,9 @@ impl CudaCommunicator {
         let state = std::mem::replace(&mut *self.lock(), State::Aborted(reason.to_owned()));
         match state {
             State::Open(nccl) => {
-                tracing::warn!(reason, rank = self.group.rank, "communicator of GPUs aborted");
+                tracing::info!(reason, rank = self.group.rank, "communicator of GPUs aborted");
                 self.one_shot.iter().for_each(OneShot::abort);
-                close(&self.gpu, nccl);
+                self.close(nccl);
             }
             // The first reason stays.
             aborted @ State::Aborted(_) => *self.lock() = aborted,
@@ -216,32 +241,45 @@ impl CudaCommunicator {
         }
     }
 
+    /// Aborts on a thread of its own: the call waits for graphs that the rank still holds.
+    fn close(&self, nccl: Nccl) {
+        let gpu = Arc::clone(&self.gpu);
+        let close = move || {
+            let aborted = gpu.bind().and_then(|()| nccl.abort().map_err(|what| gpu.error(what)));
+            if let Err(error) = aborted {
+                tracing::error!(%error, "a communicator of GPUs could not be closed");
+            }
+        };
+        match thread::Builder::new().name("nccl-close".to_owned()).spawn(close) {
+            Ok(closing) => *self.closing.lock().unwrap_or_else(PoisonError::into_inner) = Some(closing),
+            Err(error) => tracing::error!(%error, "no thread to close a communicator of GPUs"),
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Drop for CudaCommunicator {
+    /// A process that ends while NCCL lets go would crash, so this waits for it.
     fn drop(&mut self) {
         // What others still wait for is sent first. An error was reported to whoever launched the work.
         let _ = self.gpu.drain_looking_after(&[self]);
         if let State::Open(nccl) = std::mem::replace(&mut *self.lock(), State::Aborted("it was closed".to_owned())) {
-            close(&self.gpu, nccl);
+            self.close(nccl);
         }
-    }
-}
-
-/// Aborts on a thread of its own: the call waits for graphs that its callers still hold.
-fn close(gpu: &Arc<Gpu>, nccl: Nccl) {
-    let gpu = Arc::clone(gpu);
-    let close = move || {
-        let aborted = gpu.bind().and_then(|()| nccl.abort().map_err(|what| gpu.error(what)));
-        if let Err(error) = aborted {
-            tracing::error!(%error, "a communicator of GPUs could not be closed");
+        let Some(closing) = self.closing.get_mut().unwrap_or_else(PoisonError::into_inner).take() else { return };
+        let start = Instant::now();
+        while !closing.is_finished() {
+            if start.elapsed() > CLOSE_TIMEOUT {
+                tracing::error!("NCCL does not let go of a communicator: it is left open");
+                return;
+            }
+            thread::sleep(Duration::from_millis(1));
         }
-    };
-    if let Err(error) = std::thread::Builder::new().name("nccl-close".to_owned()).spawn(close) {
-        tracing::error!(%error, "no thread to close a communicator of GPUs");
+        // A panic there was reported by the panic hook.
+        let _ = closing.join();
     }
 }
 

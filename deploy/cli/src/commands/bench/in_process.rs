@@ -142,6 +142,7 @@ fn options(args: &Args) -> PlanOptions {
     PlanOptions {
         max_sequence_tokens: Some(longest),
         max_num_sequences: options.max_num_sequences.max(concurrent),
+        max_step_tokens: args.max_step_tokens,
         num_kv_blocks: Some(longest.div_ceil(options.block_size) * (concurrent + 1)),
         ..options
     }

@@ -51,6 +51,9 @@ pub struct Args {
     /// Stages of layers, in process
     #[arg(long, value_name = "N", requires = "model", default_value_t = 1)]
     pipeline_parallel: usize,
+    /// Most tokens in one step, in process
+    #[arg(long, value_name = "N", requires = "model", default_value_t = lockstep_sharding::PlanOptions::default().max_step_tokens)]
+    max_step_tokens: usize,
     /// Name of the model on the server; may be left out if one is served
     #[arg(long, default_value = "", hide_default_value = true, value_name = "NAME")]
     model_name: String,
@@ -81,13 +84,14 @@ pub struct Args {
 pub async fn run(args: Args) -> anyhow::Result<()> {
     let zero = [
         args.decode < 2,
+        args.max_step_tokens == 0,
         args.repetitions == 0,
         args.prefill.contains(&0),
         args.concurrent.contains(&0),
         args.depth.contains(&0),
     ];
     if zero.contains(&true) {
-        let problem = "--decode needs at least 2; --repetitions, --prefill, --depth and --concurrent at least 1";
+        let problem = "--decode needs at least 2; --max-step-tokens, --repetitions, --prefill, --depth and --concurrent at least 1";
         return Err(crate::UsageError(String::from(problem)).into());
     }
     let start = Instant::now();
