@@ -100,6 +100,16 @@ pub trait Device: Send + 'static {
         communicator: &Self::Communicator,
     ) -> Result<(), KernelError>;
 
+    /// Makes ready what steps like those of `body` need beside memory, such as compiled kernels, so that no later step
+    /// waits for it. A device that has nothing to make ready does not run `body`; one that has runs it, but its operations
+    /// compute nothing: what they return and leave in tensors means nothing, and no other device takes part.
+    ///
+    /// # Errors
+    /// What `body` returns, or the device's own failure.
+    fn prepare<E: From<KernelError>>(&mut self, _body: impl FnOnce(&mut Self) -> Result<(), E>) -> Result<(), E> {
+        Ok(())
+    }
+
     /// Brackets the operations of one forward step, so that a device can keep its threads awake or replay a graph. What
     /// calls of a step borrow beside tensors (positions, slots, sequences) stays unchanged until the step ends.
     ///

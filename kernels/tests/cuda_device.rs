@@ -75,7 +75,7 @@ struct Batch<'a> {
 }
 
 impl<D: Device> Model<D> {
-    fn new(device: D, is_reduced_on_host: bool) -> Self {
+    fn new(device: D, is_reduced_on_host: bool, dtype: Dtype) -> Self {
         let linear = |ggml_type, shapes: &[(usize, usize)], seed: u64| {
             let matrices = shapes.iter().zip(seed..).map(|((rows, columns), seed)| {
                 let mut matrix = random_matrix(ggml_type, *rows, *columns, seed);
@@ -108,7 +108,7 @@ impl<D: Device> Model<D> {
                 frequencies: (0..HEAD_DIM / 2).map(|pair| 0.8_f32.powi(pair as i32)).collect(),
                 magnitude: 1.0,
             },
-            cache: device.kv_cache(SPEC, Dtype::F16).unwrap(),
+            cache: device.kv_cache(SPEC, dtype).unwrap(),
             hidden: tensor(HIDDEN),
             normed: tensor(HIDDEN),
             qkv: tensor((HEADS + 2 * KEY_VALUE_HEADS) * HEAD_DIM),
@@ -123,6 +123,11 @@ impl<D: Device> Model<D> {
     }
 
     fn step(&mut self, batch: &Batch<'_>) -> Vec<Candidates> {
+        self.run(batch, false)
+    }
+
+    /// A step, or the rehearsal of one.
+    fn run(&mut self, batch: &Batch<'_>, is_rehearsal: bool) -> Vec<Candidates> {
         let Self { device, table, layers, norm, rope, cache, hidden, normed, qkv, attention, feed_forward, .. } = self;
         let Self { gathered, gathered_normed, logits, is_reduced_on_host, .. } = self;
         let num_tokens = batch.token_ids.len();
@@ -150,6 +155,10 @@ impl<D: Device> Model<D> {
             let row = SampleRow { top_k: 5, temperature: 1.0, noise_seed: None, penalties: vec![], raw_top_k: 0 };
             device.sample(&vec![row; num_rows], 0, logits)
         };
+        if is_rehearsal {
+            device.prepare(|device| device.step(body).map(drop)).unwrap();
+            return Vec::new();
+        }
         device.step(body).unwrap()
     }
 
@@ -217,10 +226,11 @@ fn batch<'a>(sequences: &[(Vec<u32>, usize)], tables: &'a [Vec<u32>]) -> Batch<'
     batch
 }
 
-fn compare(is_reduced_on_host: bool) {
+fn compare(is_reduced_on_host: bool, dtype: Dtype) {
     let mut random = StdRng::seed_from_u64(11);
-    let mut on_cpu = Model::new(CpuDevice::new(2).unwrap(), is_reduced_on_host);
-    let mut on_gpu = Model::new(CudaDevice::new(0, KernelCache::default()).unwrap(), is_reduced_on_host);
+    let mut on_cpu = Model::new(CpuDevice::new(2).unwrap(), is_reduced_on_host, dtype);
+    let gpu = CudaDevice::new(0, KernelCache::default()).unwrap();
+    let mut on_gpu = Model::new(gpu, is_reduced_on_host, dtype);
     let tables: Vec<Vec<u32>> = (0..4).map(|sequence| (10 * sequence..10 * sequence + 10).rev().collect()).collect();
     let mut lengths = [0; 4];
     // Prompts, a prompt beside decodes, then decode steps that are recorded and replayed, of three sequences and of one.
@@ -253,13 +263,14 @@ fn compare(is_reduced_on_host: bool) {
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn steps_agree_with_the_cpus() {
-    compare(false);
+    compare(false, Dtype::F16);
+    compare(false, Dtype::Bf16);
 }
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn steps_of_ranks_that_meet_on_the_host_agree_with_the_cpus() {
-    compare(true);
+    compare(true, Dtype::F16);
 }
 
 /// What changes from step to step is in the inputs alone, so a step that comes again gives the same bits: launched call by
@@ -267,7 +278,7 @@ fn steps_of_ranks_that_meet_on_the_host_agree_with_the_cpus() {
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn a_replayed_step_gives_the_bits_of_a_launched_one() {
-    let mut model = Model::new(CudaDevice::new(0, KernelCache::default()).unwrap(), false);
+    let mut model = Model::new(CudaDevice::new(0, KernelCache::default()).unwrap(), false, Dtype::F16);
     let tables: Vec<Vec<u32>> = (0..3).map(|sequence| (10 * sequence..10 * sequence + 10).collect()).collect();
     let prompts: Vec<_> = [20, 3, 50].into_iter().map(|len| ((0..len).collect(), 0)).collect();
     model.step(&batch(&prompts[..2], &tables));
@@ -313,4 +324,32 @@ fn readers_of_different_forms_get_their_own() {
         assert!(want.iter().flatten().all(|value| value.is_finite() && *value != 0.0));
         assert_eq!(products(&mut device, num_tokens, &mut reused), want, "{num_tokens} tokens");
     }
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn a_rehearsal_computes_nothing_and_leaves_nothing_to_load() {
+    let model = || Model::new(CudaDevice::new(0, KernelCache::default()).unwrap(), false, Dtype::F16);
+    let tables: Vec<Vec<u32>> = (0..3).map(|sequence| (10 * sequence..10 * sequence + 10).collect()).collect();
+    let steps = [
+        batch(&[((0..20).collect(), 0), (vec![5], 0), ((0..40).collect(), 0)], &tables),
+        batch(&[(vec![7], 20), (vec![8], 1), (vec![9], 40)], &tables),
+        batch(&[(vec![7], 21)], &tables),
+    ];
+    let (mut rehearsed, mut other) = (model(), model());
+    steps.iter().for_each(|step| drop(rehearsed.run(step, true)));
+    assert!(rehearsed.hidden_rows(MAX_TOKENS).iter().all(|value| *value == 0.0));
+    let num_modules = rehearsed.device.gpu().num_modules();
+    for step in steps.iter().chain(&steps[1..]).chain(&steps[1..]) {
+        assert_eq!(rehearsed.step(step), other.step(step));
+    }
+    assert_eq!(rehearsed.device.gpu().num_modules(), num_modules);
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn a_cache_in_f32_is_refused_by_name() {
+    let device = CudaDevice::new(0, KernelCache::default()).unwrap();
+    let message = device.kv_cache(SPEC, Dtype::F32).map(drop).unwrap_err().to_string();
+    assert!(message.contains("f32") && message.contains(device.name()), "{message}");
 }

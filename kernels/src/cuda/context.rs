@@ -5,7 +5,7 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, PoisonError, Weak},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
 };
 
 use cudarc::{
@@ -20,6 +20,7 @@ use super::{
     memory,
     pool::{Pool, PoolStatistics},
     probe,
+    rehearsal::Rehearsal,
     sources::Source,
 };
 use crate::KernelError;
@@ -57,6 +58,7 @@ pub struct Gpu {
     architecture: String,
     compiler: Compiler,
     modules: Mutex<HashMap<ModuleKey, Arc<CudaModule>>>,
+    pub(super) rehearsal: Rehearsal,
     pub(super) pool: Pool,
     /// Groups of GPUs that its work may wait for.
     pub(super) communicators: Mutex<Vec<Weak<CudaCommunicator>>>,
@@ -84,6 +86,7 @@ impl Gpu {
             architecture: architecture(limits.compute_capability)?,
             compiler: Compiler::new(cache)?,
             modules: Mutex::default(),
+            rehearsal: Rehearsal::default(),
             pool: Pool::default(),
             communicators: Mutex::default(),
             context,
@@ -136,23 +139,33 @@ impl Gpu {
         options: &[String],
         name: &'static str,
     ) -> Result<Kernel, KernelError> {
-        let module = self.module(source, options)?;
-        let function = module.load_function(name).map_err(self.failed(name))?;
-        Ok(Kernel::new(name, function))
+        if self.rehearsal.note(source, options) {
+            return Ok(Kernel::new(name, None));
+        }
+        let function = self.load(source, options)?.load_function(name).map_err(self.failed(name))?;
+        Ok(Kernel::new(name, Some(function)))
     }
 
-    fn module(&self, source: &'static Source, options: &[String]) -> Result<Arc<CudaModule>, KernelError> {
-        // What the map holds is whole at any time, so a panic elsewhere does not spoil it.
-        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+    /// Modules that are loaded.
+    pub fn num_modules(&self) -> usize {
+        self.modules().len()
+    }
+
+    /// The module of `source`. Several threads may load different ones at a time.
+    pub(super) fn load(&self, source: &'static Source, options: &[String]) -> Result<Arc<CudaModule>, KernelError> {
         let key = (source.name, options.to_vec());
-        if let Some(module) = modules.get(&key) {
+        if let Some(module) = self.modules().get(&key) {
             return Ok(Arc::clone(module));
         }
         self.bind()?;
         let cubin = self.compiler.cubin(source, &self.architecture, options)?;
         let module = self.context.load_module(Ptx::from_binary(cubin)).map_err(self.failed(source.name))?;
-        modules.insert(key, Arc::clone(&module));
-        Ok(module)
+        Ok(Arc::clone(self.modules().entry(key).or_insert(module)))
+    }
+
+    fn modules(&self) -> MutexGuard<'_, HashMap<ModuleKey, Arc<CudaModule>>> {
+        // What the map holds is whole at any time, so a panic elsewhere does not spoil it.
+        self.modules.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Makes the GPU's context the calling thread's: calls of the driver need that.

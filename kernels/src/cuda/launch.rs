@@ -114,11 +114,12 @@ impl Launch {
 #[derive(Clone, Debug)]
 pub struct Kernel {
     name: &'static str,
-    function: CudaFunction,
+    /// `None`: given out during a rehearsal, which launches nothing.
+    function: Option<CudaFunction>,
 }
 
 impl Kernel {
-    pub(super) fn new(name: &'static str, function: CudaFunction) -> Self {
+    pub(super) fn new(name: &'static str, function: Option<CudaFunction>) -> Self {
         Self { name, function }
     }
 
@@ -127,13 +128,18 @@ impl Kernel {
         self.name
     }
 
+    fn function(&self, gpu: &Gpu) -> Result<&CudaFunction, KernelError> {
+        self.function.as_ref().ok_or_else(|| gpu.error(format!("{} is a kernel of a rehearsal", self.name)))
+    }
+
     /// Registers of a thread and bytes that a thread spills to local memory.
     ///
     /// # Errors
     /// [`KernelError::Device`] if the driver fails.
     pub fn resources(&self, gpu: &Gpu) -> Result<(i32, i32), KernelError> {
-        let registers = self.function.num_regs().map_err(gpu.failed(self.name))?;
-        Ok((registers, self.function.local_size_bytes().map_err(gpu.failed(self.name))?))
+        let function = self.function(gpu)?;
+        let registers = function.num_regs().map_err(gpu.failed(self.name))?;
+        Ok((registers, function.local_size_bytes().map_err(gpu.failed(self.name))?))
     }
 
     /// Allows launches with so much dynamic shared memory.
@@ -149,11 +155,11 @@ impl Kernel {
                 device: gpu.limits().name.clone(),
             });
         }
-        if num_bytes <= DEFAULT_SHARED_BYTES {
+        if num_bytes <= DEFAULT_SHARED_BYTES || gpu.is_rehearsing() {
             return Ok(());
         }
         let value = i32::try_from(num_bytes).unwrap_or(i32::MAX);
-        self.function
+        self.function(gpu)?
             .set_attribute(CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, value)
             .map_err(gpu.failed(self.name))
     }
@@ -176,6 +182,10 @@ impl Kernel {
             let (what, got, limit) = ("blocks of a launch", got as usize, limit as usize + 1);
             return Err(KernelError::OutOfRange { operation: self.name, what, got, limit });
         }
+        if gpu.is_rehearsing() {
+            return Ok(());
+        }
+        let function = self.function(gpu)?.cu_function();
         gpu.bind()?;
         let mut parameters: Vec<*mut c_void> = arguments.iter().map(Argument::address).collect();
         let mut overlap = overlap_attribute();
@@ -193,16 +203,9 @@ impl Kernel {
         };
         // SAFETY: `config` and the arguments live until the call returns, which copies them; the rest is the caller's
         // promise.
-        unsafe {
-            cuLaunchKernelEx(
-                &raw const config,
-                self.function.cu_function(),
-                parameters.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
-        }
-        .result()
-        .map_err(gpu.failed(self.name))
+        unsafe { cuLaunchKernelEx(&raw const config, function, parameters.as_mut_ptr(), std::ptr::null_mut()) }
+            .result()
+            .map_err(gpu.failed(self.name))
     }
 }
 

@@ -38,6 +38,7 @@ pub mod memory;
 pub mod one_shot;
 pub mod pool;
 pub mod probe;
+mod rehearsal;
 pub mod rms_norm;
 pub mod rope_and_store;
 pub mod sample;

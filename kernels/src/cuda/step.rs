@@ -109,7 +109,8 @@ impl Steps {
             return Ok(());
         }
         self.inputs.send()?;
-        if self.pending.len() < MIN_RECORDED_CALLS {
+        // A rehearsal has launched nothing that a recording could rely on.
+        if self.pending.len() < MIN_RECORDED_CALLS || self.gpu.is_rehearsing() {
             let launched = self.launch_each(&self.pending);
             self.pending.clear();
             return launched;

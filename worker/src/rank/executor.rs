@@ -12,12 +12,18 @@ use super::{
     Batch, RankPeers, RankShape, StepLimits, Weights,
     decoder::{Activations, LayerContext},
     logits::LogitBuffers,
+    rehearsal,
 };
 use crate::{WorkerError, step::StepPlan};
 
 /// A rank's device with everything it holds.
 pub struct Executor<D: Device> {
     device: D,
+    parts: Parts<D>,
+}
+
+/// What a rank holds on its device.
+struct Parts<D: Device> {
     shape: RankShape,
     limits: StepLimits,
     rope: RopeTable,
@@ -53,7 +59,21 @@ impl<D: Device> Executor<D> {
         let logits =
             shape.is_last_stage().then(|| LogitBuffers::new(&device, &shape, limits.max_num_sequences)).transpose()?;
         let rope = rope_table(config);
-        Ok(Self { device, shape, limits, rope, weights, cache, activations, logits, peers })
+        let parts = Parts { shape, limits, rope, weights, cache, activations, logits, peers };
+        Ok(Self { device, parts })
+    }
+
+    /// Makes ready what steps of all sizes need, so that no request waits for it. The other ranks take no part.
+    ///
+    /// # Errors
+    /// [`WorkerError::Kernel`] if the device fails.
+    pub fn prepare(&mut self) -> Result<(), WorkerError> {
+        let Self { device, parts } = self;
+        parts.peers.are_silent = true;
+        let plans = rehearsal::plans(&parts.limits);
+        let prepared = device.prepare(|device| plans.iter().try_for_each(|plan| parts.execute(device, plan).map(drop)));
+        parts.peers.are_silent = false;
+        prepared
     }
 
     /// Executes a step; ranks of the last stage return the candidates of their part of the vocabulary.
@@ -61,8 +81,14 @@ impl<D: Device> Executor<D> {
     /// # Errors
     /// [`WorkerError`]: the plan is wrong, the device failed, or another rank did not come. The replica is then broken.
     pub fn execute(&mut self, plan: &StepPlan) -> Result<Option<Vec<Candidates>>, WorkerError> {
+        self.parts.execute(&mut self.device, plan)
+    }
+}
+
+impl<D: Device> Parts<D> {
+    fn execute(&mut self, device: &mut D, plan: &StepPlan) -> Result<Option<Vec<Candidates>>, WorkerError> {
         let batch = Batch::new(plan, &self.limits)?;
-        let Self { device, shape, rope, weights, cache, activations, logits, peers, .. } = self;
+        let Self { shape, rope, weights, cache, activations, logits, peers, .. } = self;
         let num_tokens = batch.num_tokens();
         peers.receive_on_host(device, num_tokens, &mut activations.hidden)?;
         let candidates = device.step::<_, WorkerError>(|device| {

@@ -7,13 +7,14 @@
 //! - [`weights`]: its slices of the checkpoint, on the device.
 //! - [`batch`]: a checked step plan, laid out as the kernels want it.
 //! - [`decoder`]: one layer. [`logits`]: from hidden rows to candidates. [`executor`]: a whole step.
-//! - [`peers`]: the other ranks that a rank meets inside a step.
+//! - [`peers`]: the other ranks that a rank meets inside a step. `rehearsal`: the steps that a device prepares for.
 
 pub mod batch;
 mod decoder;
 pub mod executor;
 mod logits;
 pub mod peers;
+mod rehearsal;
 pub mod shape;
 pub mod weights;
 

@@ -45,6 +45,8 @@ pub struct RankPeers<D: Device> {
     group: Option<Party<D>>,
     previous: Option<Party<D>>,
     next: Vec<Party<D>>,
+    /// Hosts exchange nothing: the rank prepares alone.
+    pub(super) are_silent: bool,
 }
 
 impl<D: Device> RankPeers<D> {
@@ -76,7 +78,7 @@ impl<D: Device> RankPeers<D> {
             .filter(|(position, _)| position % own.len() == shape.tensor_parallel_rank)
             .map(|(_, later)| meet(&[shape.rank, later], Purpose::Pipeline))
             .collect::<Result<_, _>>()?;
-        Ok(Self { group, previous, next })
+        Ok(Self { group, previous, next, are_silent: false })
     }
 
     /// Runs `body` with the way in which the tensor-parallel group adds up.
@@ -89,6 +91,7 @@ impl<D: Device> RankPeers<D> {
     ) -> Result<T, WorkerError> {
         match &mut self.group {
             None => body(Sum::Own),
+            Some(Party::Hosts(_)) if self.are_silent => body(Sum::Hosts(&mut |_| Ok(()))),
             Some(Party::Hosts(hosts)) => body(Sum::Hosts(&mut |shares| hosts.all_reduce_sum(shares))),
             Some(Party::Devices(communicator)) => body(Sum::Devices(communicator)),
         }
@@ -101,6 +104,7 @@ impl<D: Device> RankPeers<D> {
     pub fn all_reduce(&mut self, device: &mut D, num_tokens: usize, tensor: &mut D::Tensor) -> Result<(), WorkerError> {
         match &mut self.group {
             None => Ok(()),
+            Some(Party::Hosts(_)) if self.are_silent => Ok(()),
             Some(Party::Hosts(hosts)) => device.with_host(num_tokens, tensor, |values| hosts.all_reduce_sum(values)),
             Some(Party::Devices(communicator)) => {
                 Ok(device.collective(num_tokens, tensor, DeviceCollective::AllReduce, communicator)?)
@@ -120,7 +124,9 @@ impl<D: Device> RankPeers<D> {
         hidden: &mut D::Tensor,
     ) -> Result<(), WorkerError> {
         match &mut self.previous {
-            Some(Party::Hosts(hosts)) => device.with_host(num_tokens, hidden, |hidden| hosts.receive(EARLIER, hidden)),
+            Some(Party::Hosts(hosts)) if !self.are_silent => {
+                device.with_host(num_tokens, hidden, |hidden| hosts.receive(EARLIER, hidden))
+            }
             _ => Ok(()),
         }
     }
@@ -176,7 +182,7 @@ impl<D: Device> RankPeers<D> {
             Party::Devices(_) => None,
         });
         let mut hosts = hosts.peekable();
-        if hosts.peek().is_none() {
+        if hosts.peek().is_none() || self.are_silent {
             return Ok(());
         }
         device.with_host(num_tokens, hidden, |hidden| hosts.try_for_each(|hosts| hosts.send(LATER, hidden)))

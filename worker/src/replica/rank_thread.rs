@@ -195,7 +195,9 @@ impl RankThread {
         let weights = loader.load()?;
         let (dtype, plan) = (shape.dtype, spec.plan.find_rank(*rank).map(|(_, plan)| plan));
         let (device_name, reserving) = (device.name().to_owned(), Instant::now());
-        let executor = Executor::new(device, config, shape, limits, weights, peers)?;
+        let mut executor = Executor::new(device, config, shape, limits, weights, peers)?;
+        let preparing = Instant::now();
+        executor.prepare()?;
         tracing::info!(
             rank,
             device = device_name,
@@ -203,7 +205,8 @@ impl RankThread {
             dtype_reason = plan.map(|plan| &plan.dtype_reason),
             open_ms = opened_in.as_millis() as u64,
             weights_ms = (reserving - loading).as_millis() as u64,
-            reserve_ms = reserving.elapsed().as_millis() as u64,
+            reserve_ms = (preparing - reserving).as_millis() as u64,
+            prepare_ms = preparing.elapsed().as_millis() as u64,
             "rank loaded"
         );
         Ok((executor, control))
