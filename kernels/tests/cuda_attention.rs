@@ -318,7 +318,7 @@ fn dequantize(tiles: &DeviceBuffer, len: usize, columns: usize) -> Vec<f32> {
 #[ignore = "needs a CUDA GPU"]
 fn rotation_and_store_agree_with_the_oracle() {
     let (gpu, mut random) = (gpu::open(), random());
-    for shape in shapes() {
+    for shape in gpu::cases(shapes()) {
         let scene = Scene::new(&gpu, shape, &[random.random_range(2..40)], &mut random);
         let num_tokens = scene.lengths()[0];
         let queries = scene.store(0, num_tokens);
@@ -366,7 +366,7 @@ fn angles_hold_at_large_positions() {
 fn attention_agrees_with_the_oracle() {
     let (gpu, mut random) = (gpu::open(), random());
     let attention = Attention::new(&gpu).unwrap();
-    for shape in shapes() {
+    for shape in gpu::cases(shapes()) {
         let lengths = [random.random_range(260..700), 1, random.random_range(2..40), 64, 65];
         let scene = Scene::new(&gpu, shape, &lengths, &mut random);
         let queries: Vec<Vec<f32>> = (0..lengths.len()).map(|index| scene.store(index, lengths[index])).collect();
@@ -389,7 +389,7 @@ fn attention_agrees_with_the_oracle() {
 fn one_launch_rotates_stores_and_attends() {
     let (gpu, mut random) = (gpu::open(), random());
     let attention = Attention::new(&gpu).unwrap();
-    for shape in shapes() {
+    for shape in gpu::cases(shapes()) {
         let lengths = [random.random_range(260..700), 1, 17, random.random_range(2..40), 64];
         let scene = Scene::new(&gpu, shape, &lengths, &mut random);
         let mut rows = Vec::new();

@@ -83,7 +83,7 @@ fn what_is_staged_arrives_piece_by_piece() {
     let gpu = gpu::open();
     let mut staging = Staging::new(&gpu);
     // A small one, then one of several pieces with a rest, then one whose unit is larger than a piece.
-    for (len, unit) in [(1000, 3), (40_000_003, 7), (20_000_000, 20_000_000), (0, 1)] {
+    for (len, unit) in gpu::cases([(1000, 3), (0, 1), (20_000_000, 20_000_000), (40_000_003, 7)]) {
         let value = |index: usize| (index * 31 % 251) as u8;
         let buffer = staging
             .upload(len, unit, |start, bytes| {

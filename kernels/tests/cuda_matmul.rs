@@ -21,7 +21,7 @@ use lockstep_kernels::{
     },
     ops::{Epilogue, HostMatrix},
     quant::dequantize,
-    reference::matmul::{matmul, round_activations},
+    reference::matmul::{finish, matmul, round_activations},
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use tiles::tiles_of;
@@ -71,6 +71,33 @@ fn rounded(values: &[f32], forms: Forms) -> Vec<f32> {
     }
 }
 
+/// The form that weights of this type read, of those that a stack of several types wants.
+fn read_by(ggml_type: GgmlType, forms: Forms) -> Forms {
+    let own = match ggml_type {
+        GgmlType::F32 => None,
+        GgmlType::F16 => Some(HalfType::F16),
+        GgmlType::BF16 => Some(HalfType::BF16),
+        _ if forms.tiles => return Forms { tiles: true, ..Forms::default() },
+        _ => Some(HalfType::F16),
+    };
+    Forms { halves: own.filter(|_| own == forms.halves), ..Forms::default() }
+}
+
+/// The oracle's outputs, every matrix multiplied with what it reads.
+fn expect(matrices: &[HostMatrix], input: &[f32], forms: Forms, epilogue: Epilogue) -> Vec<(f64, f64)> {
+    let product = |matrix: &HostMatrix| {
+        let products =
+            matmul(std::slice::from_ref(matrix), &rounded(input, read_by(matrix.ggml_type, forms)), Epilogue::Store);
+        (matrix.rows, products)
+    };
+    let products: Vec<_> = matrices.iter().map(product).collect();
+    let of_token = |token: usize| {
+        let rows = products.iter().flat_map(|(rows, products)| &products[token * rows..][..*rows]);
+        finish(rows.copied().collect(), epilogue)
+    };
+    (0..input.len() / matrices[0].columns).flat_map(of_token).collect()
+}
+
 fn check(what: &str, results: &[f32], expected: &[(f64, f64)], tolerance: f64) {
     assert_eq!(results.len(), expected.len(), "{what}");
     let mut worst = (0.0, String::new());
@@ -114,7 +141,7 @@ impl Case<'_> {
         Matmul::new(gpu).unwrap().launch(&call).unwrap();
         let results: Vec<f32> = gpu::download(output.values.as_ref().unwrap(), num_tokens * width);
         let epilogue = if target == Target::SwiGlu { Epilogue::SwiGlu } else { Epilogue::Store };
-        let mut expected = matmul(matrices, &rounded(&input, forms), epilogue);
+        let mut expected = expect(matrices, &input, forms, epilogue);
         if target == Target::Add {
             expected.iter_mut().zip(&residual).for_each(|((value, size), before)| {
                 *value += f64::from(*before);
@@ -124,7 +151,7 @@ impl Case<'_> {
         let is_half = num_tokens > 1 && forms.halves.is_some();
         if is_half && target == Target::SwiGlu {
             // Where gate and up are both sums that nearly cancel, the product of their errors counts.
-            let products = matmul(matrices, &rounded(&input, forms), Epilogue::Store);
+            let products = expect(matrices, &input, forms, Epilogue::Store);
             for (expected, products) in expected.chunks_exact_mut(width).zip(products.chunks_exact(2 * width)) {
                 let (gates, ups) = products.split_at(width);
                 for ((expected, gate), up) in expected.iter_mut().zip(gates).zip(ups) {
@@ -150,7 +177,7 @@ fn every_type_and_shape_agrees_with_the_oracle() {
     let gpu = &gpu::open();
     for ggml_type in GgmlType::all() {
         let block = ggml_type.block_elements();
-        for (num_tokens, rows, blocks) in [
+        for (num_tokens, rows, blocks) in gpu::cases([
             (1, 1, 1),
             (1, 33, 3),
             (1, 70, 40),
@@ -166,7 +193,7 @@ fn every_type_and_shape_agrees_with_the_oracle() {
             (130, 136, 7),
             (300, 41, 3),
             (1030, 41, 3),
-        ] {
+        ]) {
             let columns = if block == 1 { blocks * 37 } else { blocks * block };
             let matrices = [random_matrix(ggml_type, rows, columns, rows as u64)];
             Case { gpu, matrices: &matrices, num_tokens }.run(Target::Store);
@@ -183,15 +210,15 @@ fn every_type_and_shape_agrees_with_the_oracle() {
 #[ignore = "needs a CUDA GPU"]
 fn large_layers_agree_with_the_oracle() {
     let gpu = &gpu::open();
-    for (ggml_type, rows, columns) in [
+    for (ggml_type, rows, columns) in gpu::cases([
         (GgmlType::Q4_K, 64, 14336),
         (GgmlType::Q6_K, 64, 14336),
         (GgmlType::Q4_K, 17000, 512),
         (GgmlType::Q8_0, 4096, 1056),
         (GgmlType::BF16, 4096, 1024),
-    ] {
+    ]) {
         let matrices = [random_matrix(ggml_type, rows, columns, 1)];
-        for num_tokens in [1, 8, 20, 100, 200] {
+        for num_tokens in gpu::cases([1, 8, 20, 100, 200]) {
             Case { gpu, matrices: &matrices, num_tokens }.run(Target::Store);
             Case { gpu, matrices: &matrices, num_tokens }.run(Target::SwiGlu);
         }
@@ -206,6 +233,9 @@ fn targets_and_stacks_agree_with_the_oracle() {
     let stacks = [
         vec![matrix(GgmlType::Q4_K, 40), matrix(GgmlType::Q6_K, 24), matrix(GgmlType::Q8_0, 5)],
         GgmlType::all().filter(|kind| kind.block_elements() > 1).map(|kind| matrix(kind, 9)).collect(),
+        vec![matrix(GgmlType::F16, 40), matrix(GgmlType::BF16, 24)],
+        vec![matrix(GgmlType::Q4_1, 40), matrix(GgmlType::F16, 24)],
+        vec![matrix(GgmlType::BF16, 16), matrix(GgmlType::Q6_K, 8), matrix(GgmlType::F32, 24)],
     ];
     let pairs = [
         vec![matrix(GgmlType::Q4_1, 64)],
@@ -217,8 +247,10 @@ fn targets_and_stacks_agree_with_the_oracle() {
         vec![matrix(GgmlType::BF16, 96), matrix(GgmlType::BF16, 96)],
         vec![matrix(GgmlType::F32, 33), matrix(GgmlType::F32, 33)],
         vec![matrix(GgmlType::Q8_0, 32), matrix(GgmlType::Q2_K, 32)],
+        vec![matrix(GgmlType::F16, 64), matrix(GgmlType::BF16, 64)],
+        vec![matrix(GgmlType::Q4_1, 32), matrix(GgmlType::F16, 32)],
     ];
-    for num_tokens in [1, 6, 19, 150, 1050] {
+    for num_tokens in gpu::cases([1, 6, 19, 150, 1050]) {
         for matrices in &stacks {
             Case { gpu, matrices, num_tokens }.run(Target::Store);
             Case { gpu, matrices, num_tokens }.run(Target::Add);

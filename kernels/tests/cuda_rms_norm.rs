@@ -26,7 +26,7 @@ fn norm_agrees_with_the_oracle_in_every_form() {
     let seed = rand::rng().random();
     println!("seed {seed}");
     let mut random = StdRng::seed_from_u64(seed);
-    for width in [4, 16, 20, 32, 64, 96, 128, 576, 1000, 2048, 4096, 4128, 8192, 16384] {
+    for width in gpu::cases([4, 16, 20, 32, 64, 96, 128, 576, 1000, 2048, 4096, 4128, 8192, 16384]) {
         let num_tokens = random.random_range(1..30);
         let input: Vec<f32> = (0..num_tokens * width).map(|_| random.random_range(-3.0..3.0)).collect();
         let weight: Vec<f32> = (0..width).map(|_| random.random_range(-2.0..2.0)).collect();

@@ -84,7 +84,7 @@ fn agrees_with_the_oracle_and_draws_as_the_cpu_does() {
     let seed = rand::rng().random();
     println!("seed {seed}");
     let mut random = StdRng::seed_from_u64(seed);
-    for width in [1, 2, 31, 700, 2048, 2049, 5000, 49_152, 128_256] {
+    for width in gpu::cases([1, 2, 31, 700, 2048, 2049, 5000, 49_152, 128_256]) {
         for num_rows in [1, 5] {
             let first_token = random.random_range(0..1000);
             let rows: Vec<SampleRow> = (0..num_rows).map(|_| random_row(&mut random, first_token, width)).collect();

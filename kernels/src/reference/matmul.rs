@@ -31,16 +31,22 @@ pub fn matmul(matrices: &[HostMatrix], input: &[f32], epilogue: Epilogue) -> Vec
                 products.push(terms.fold((0.0, 0.0), |(sum, size), term: f64| (sum + term, size + term.abs())));
             }
         }
-        match epilogue {
-            Epilogue::Store => results.extend(products),
-            Epilogue::SwiGlu => {
-                let (gate, up) = products.split_at(products.len() / 2);
-                // |silu'| is at most 1.1 and |silu(x)| at most |x|.
-                results.extend(gate.iter().zip(up).map(|((gate, gate_size), (up, up_size))| {
-                    (gate / (1.0 + (-gate).exp()) * up, 1.1 * gate_size * up.abs() + gate.abs() * up_size)
-                }));
-            }
-        }
+        results.extend(finish(products, epilogue));
     }
     results
+}
+
+/// What the epilogue makes of the products of one token.
+pub fn finish(products: Vec<(f64, f64)>, epilogue: Epilogue) -> Vec<(f64, f64)> {
+    match epilogue {
+        Epilogue::Store => products,
+        Epilogue::SwiGlu => {
+            let (gate, up) = products.split_at(products.len() / 2);
+            // |silu'| is at most 1.1 and |silu(x)| at most |x|.
+            let finish = |((gate, gate_size), (up, up_size)): (&(f64, f64), &(f64, f64))| {
+                (gate / (1.0 + (-gate).exp()) * up, 1.1 * gate_size * up.abs() + gate.abs() * up_size)
+            };
+            gate.iter().zip(up).map(finish).collect()
+        }
+    }
 }
