@@ -5,6 +5,8 @@
 #   tests/gpu.sh pack FOLDER                         where cargo is: builds, and collects what `run` needs
 #   tests/gpu.sh run FOLDER RESULTS [MODEL.gguf]     on the machine with GPUs: writes RESULTS/gpu.json and RESULTS/gpu.txt
 #
+# A random Llama is compared with transformers if python3 (LOCKSTEP_TEST_TORCH_PYTHON names another) has torch and
+# transformers; TRANSFORMERS=1 fails without them. SANITIZE=1 runs the kernel tests under compute-sanitizer as well.
 # Without MODEL (SmolLM2-135M-Instruct Q4_1, tests/run.sh says where it comes from) the end-to-end tests are not run, and
 # both files say so. Benchmarks use a random model of the shape of an 8B Llama in Q4_K_M, written to RESULTS.
 # SHAPE=llama-70b, REPETITIONS=5 and the like change them.
@@ -38,13 +40,35 @@ for line in sys.stdin:
     say "packed into $folder: $(du -sh "$folder" | cut -f1)"
 }
 
-# Ignored tests of one executable that need no more GPUs than there are; the log keeps what they print.
+# The kernel tests under compute-sanitizer, every third case of each; prints a line a test and tool, fails if one fails.
+sanitize() {
+    local folder=$1 results=$2 failed=0 sanitizer
+    sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
+    [ -x "$sanitizer" ] || fail "SANITIZE=1, but compute-sanitizer is not found (it comes with the CUDA toolkit)"
+    for tool in memcheck racecheck; do
+        for executable in "$folder"/tests/cuda_*; do
+            local name outcome=clean
+            name=$(basename "$executable")
+            # Tests of errors ask for what the driver refuses: that is no finding.
+            LOCKSTEP_TEST_FEW=1 run_tests "$executable" "$results/logs/${tool}_$name" 1 \
+                "$sanitizer" --tool "$tool" --report-api-errors no --error-exitcode 9 ||
+                { outcome=failed; failed=1; tail -20 "$results/logs/${tool}_$name" >&2; }
+            echo "$tool:$name $outcome: $(grep -o 'SUMMARY: .*' "$results/logs/${tool}_$name" | tail -1)"
+        done
+    done
+    return "$failed"
+}
+
+# Ignored tests of one executable that need no more than there is; the log keeps what they print. Words after the third
+# are put before the command.
 run_tests() {
     local executable=$1 log=$2 num_gpus=$3
+    shift 3
     local skipped=()
+    [ "$has_transformers" = 1 ] || skipped+=(--skip transformers_does)
     [ "$num_gpus" -ge 2 ] || skipped+=(--skip two_gpus)
     [ "$num_gpus" -ge 4 ] || skipped+=(--skip four_gpus)
-    timeout 600 "$executable" --ignored --test-threads 1 --nocapture "${skipped[@]}" >"$log" 2>&1
+    timeout 600 "$@" "$executable" --ignored --test-threads 1 --nocapture "${skipped[@]}" >"$log" 2>&1
 }
 
 run() {
@@ -59,7 +83,14 @@ run() {
     # Multicast between GPUs is not available on every machine that has several.
     export NCCL_NVLS_ENABLE=0
     export LOCKSTEP_BIN=$folder/lockstep LOCKSTEP_LOG=warn CARGO_TARGET_DIR=$results
+    export LOCKSTEP_TEST_KERNEL_CACHE=$results/kernels
     local tests=() benches=()
+    has_transformers=1
+    if ! "${LOCKSTEP_TEST_TORCH_PYTHON:-python3}" -c 'import torch, transformers' 2>"$results/logs/transformers"; then
+        has_transformers=${TRANSFORMERS:-0}
+        tests+=("transformers not-run: $(tail -1 "$results/logs/transformers")")
+        say "no comparison with transformers: $(tail -1 "$results/logs/transformers")"
+    fi
 
     for executable in "$folder"/tests/*; do
         local name outcome
@@ -75,6 +106,13 @@ run() {
         run_tests "$executable" "$results/logs/$name" "$num_gpus" || { outcome=failed; failed=1; tail -20 "$results/logs/$name" >&2; }
         tests+=("$name $outcome: $(grep -o '[0-9]* passed; [0-9]* failed' "$results/logs/$name" || echo "it ended early")")
     done
+
+    if [ "${SANITIZE:-0}" = 1 ]; then
+        say "compute-sanitizer"
+        local findings
+        findings=$(sanitize "$folder" "$results") || failed=1
+        mapfile -t -O "${#tests[@]}" tests <<<"$findings"
+    fi
 
     for executable in "$folder"/benches/*; do
         [ -e "$executable" ] || continue
@@ -105,14 +143,15 @@ import json, os
 
 tests = {name: outcome for name, outcome in (line.split(" ", 1) for line in os.environ["TESTS"].splitlines())}
 kernels = [line.split(" ", 1) for line in os.environ["BENCHES"].splitlines() if " " in line]
-models = []
+models, startups = [], []
 with open(os.environ["RESULTS"] + "/logs/model.json") as lines:
     for line in lines:
         run = json.loads(line)
+        startups.append(run["startup"])
         models += [{"model": run["target"], **test} for test in run["tests"]]
 report = {
     "gpu": os.environ["GPU"], "commit": os.environ["COMMIT"],
-    "tests": tests, "kernels": [{"bench": bench, "line": line} for bench, line in kernels], "models": models,
+    "tests": tests, "startups": startups, "kernels": [{"bench": bench, "line": line} for bench, line in kernels], "models": models,
 }
 with open(os.environ["RESULTS"] + "/gpu.json", "w") as file:
     json.dump(report, file, indent=1)
@@ -120,6 +159,7 @@ rows = [("gpu", report["gpu"]), ("commit", report["commit"])]
 rows += [(f"test {name}", outcome) for name, outcome in tests.items()]
 rows += [(bench, line) for bench, line in kernels]
 rows += [(f"{test['model'].partition(' (')[0]}: {test['test']}", f"{test['tokens_per_second']:.1f} tokens/s ({test['min']:.1f} to {test['max']:.1f})") for test in models]
+rows += [(f"{os.environ['SHAPE']} startup", f"{start['bytes'] / 2**30:.1f} GiB loaded in {start['load_seconds']:.2f} s, first token after {start['first_token_seconds']:.2f} s") for start in startups]
 width = max(len(row[0]) for row in rows)
 with open(os.environ["RESULTS"] + "/gpu.txt", "w") as file:
     file.writelines(f"{name:<{width}}  {value}\n" for name, value in rows)
