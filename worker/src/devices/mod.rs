@@ -303,6 +303,37 @@ mod tests {
     }
 
     #[test]
+    fn a_choice_of_its_own_says_why() {
+        let settings = DeviceSettings { num_cpu_devices: 1, ..DeviceSettings::default() };
+        let chosen = LocalDevices::choose(settings.clone(), 1).unwrap();
+        let expected = if chosen.selection() == DeviceSelection::Cpu { "no GPU is used: " } else { "CUDA works here" };
+        assert!(chosen.reason().starts_with(expected), "{}", chosen.reason());
+        // Whoever chose for somebody else hands the reason on.
+        let reason = Some("a test".to_owned());
+        let named = DeviceSettings { selection: DeviceSelection::Cpu, reason, ..settings };
+        assert_eq!(LocalDevices::choose(named, 1).unwrap().reason(), "a test");
+    }
+
+    #[test]
+    #[cfg(feature = "cuda")]
+    fn a_type_that_the_devices_do_not_hold_is_refused() {
+        let check = |device, dtype| {
+            let settings = DeviceSettings { dtype, ..DeviceSettings::default() };
+            let (reason, open_gpus) = (String::new(), cuda::OpenGpus::default());
+            LocalDevices { devices: vec![device], reason, settings, open_gpus }.check_dtype()
+        };
+        let message = check(LocalDevice::Cuda(3), Some(Dtype::F32)).unwrap_err().to_string();
+        assert!(message.contains("cuda:3") && message.contains("f32"), "{message}");
+        for (device, dtype) in [
+            (LocalDevice::Cuda(3), Some(Dtype::Bf16)),
+            (LocalDevice::Cuda(3), None),
+            (LocalDevice::Cpu, Some(Dtype::F32)),
+        ] {
+            assert!(check(device, dtype).is_ok(), "{device:?} {dtype:?}");
+        }
+    }
+
+    #[test]
     #[cfg(not(feature = "cuda"))]
     fn what_was_not_built_is_refused_by_name() {
         let settings = DeviceSettings { selection: DeviceSelection::Cuda(vec![0]), ..DeviceSettings::default() };
