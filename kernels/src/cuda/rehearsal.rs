@@ -68,6 +68,8 @@ impl Gpu {
         drop(running);
         let wanted = std::mem::take(&mut *self.rehearsal.wanted.lock().unwrap_or_else(PoisonError::into_inner));
         rehearsed?;
+        // Without a cache this takes its time.
+        tracing::info!(ordinal = self.ordinal(), num_modules = wanted.len(), "loading kernels");
         wanted.par_iter().try_for_each(|(source, options)| self.load(source, options).map(drop))?;
         let elapsed_ms = start.elapsed().as_millis() as u64;
         tracing::info!(ordinal = self.ordinal(), num_modules = wanted.len(), elapsed_ms, "kernels are ready");
