@@ -72,6 +72,8 @@ pub(crate) struct StageLinks {
     /// Ranks of its tensor-parallel group, and the link that holds them up.
     pub group_size: usize,
     pub group: LinkSpec,
+    /// Bytes of a summand of its layers: processors sum in f64, GPUs in f32.
+    pub sum_bytes: usize,
     /// To the next stage, if there is one.
     pub next: Option<LinkSpec>,
 }
@@ -79,9 +81,9 @@ pub(crate) struct StageLinks {
 /// Time that a stage spends on its links in one step: two all-reduces a layer, one for the embedding, the candidates'
 /// way to the leader, and the activations' way to the next stage.
 pub(crate) fn communication_time(shape: &ModelShape, stage: &StageLinks, batch: Batch) -> f64 {
-    let bytes = (batch.num_tokens * shape.hidden_size * size_of::<f32>()) as f64;
-    // Layers sum in f64, the embedding in f32.
-    let of_layer = 2.0 * all_reduce_time(&stage.group, stage.group_size, 2.0 * bytes);
+    let num_values = batch.num_tokens * shape.hidden_size;
+    let bytes = (num_values * size_of::<f32>()) as f64;
+    let of_layer = 2.0 * all_reduce_time(&stage.group, stage.group_size, (num_values * stage.sum_bytes) as f64);
     let of_embedding = if stage.is_first { all_reduce_time(&stage.group, stage.group_size, bytes) } else { 0.0 };
     let reduce = of_layer * stage.num_layers as f64 + of_embedding;
     let has_candidates = stage.group_size > 1 && stage.next.is_none();
@@ -105,5 +107,5 @@ pub(crate) fn decode_batch(num_sequences: usize) -> Batch {
 
 /// The largest prefill chunk of one sequence.
 pub(crate) fn prefill_batch(options: &PlanOptions) -> Batch {
-    Batch { num_tokens: options.max_step_tokens, num_sequences: 1 }
+    Batch { num_tokens: options.step_tokens(), num_sequences: 1 }
 }

@@ -69,5 +69,5 @@ pub(crate) fn activation_bytes(shape: &ModelShape, options: &PlanOptions, rank: 
     let heads = (2 * rank.query_heads.len() + 2 * rank.key_value_heads.len()) * shape.head_dim;
     let widths = HIDDEN_ROWS * shape.hidden_size as u64 + heads as u64 + 3 * rank.intermediate.len() as u64;
     let logits = if is_last { options.max_num_sequences * rank.vocabulary.len() } else { 0 };
-    OVERHEAD_BYTES + ACTIVATION_ELEMENT_BYTES * (options.max_step_tokens as u64 * widths + logits as u64)
+    OVERHEAD_BYTES + ACTIVATION_ELEMENT_BYTES * (options.step_tokens() as u64 * widths + logits as u64)
 }

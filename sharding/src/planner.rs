@@ -76,6 +76,7 @@ pub fn plan(
     shape.check()?;
     topology.check()?;
     check_options(options)?;
+    let options = &options.over(topology);
     let problem = Problem { shape, topology, options, layer_bytes: LayerBytes::of(shape) };
     let (replicas, reason) = best_replicas(&problem, policy)?;
     finish(shape, options, replicas, reason)
@@ -100,7 +101,7 @@ fn finish(
         block_size: options.block_size,
         max_sequence_tokens,
         max_num_sequences: options.max_num_sequences,
-        max_step_tokens: options.max_step_tokens,
+        max_step_tokens: options.step_tokens(),
         reason,
         replicas: replicas.into_iter().map(|replica| replica.plan).collect(),
     })
@@ -111,7 +112,7 @@ fn check_options(options: &PlanOptions) -> Result<(), PlanError> {
         ("block_size", Some(options.block_size)),
         ("max_sequence_tokens", options.max_sequence_tokens),
         ("max_num_sequences", Some(options.max_num_sequences)),
-        ("max_step_tokens", Some(options.max_step_tokens)),
+        ("max_step_tokens", options.max_step_tokens),
         ("num_kv_blocks", options.num_kv_blocks),
     ];
     match sizes.into_iter().find(|(_, size)| size.is_some_and(|size| size == 0 || size > 1 << 30)) {

@@ -5,7 +5,7 @@ use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
-use crate::PlanError;
+use crate::{DeviceSpec, PlanError, Topology};
 
 /// How to cut the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -110,11 +110,29 @@ pub struct PlanOptions {
     pub max_sequence_tokens: Option<usize>,
     /// Most sequences in one step.
     pub max_num_sequences: usize,
-    /// Most tokens in one step.
-    pub max_step_tokens: usize,
+    /// Most tokens in one step; `None`: 2,048 if the cluster has GPUs alone, which multiply long batches faster, else 512.
+    pub max_step_tokens: Option<usize>,
     /// KV blocks of a replica; `None`: what memory has room for (of a host's memory half, as others use it too), but no
     /// more than `max_num_sequences` of the longest sequences need.
     pub num_kv_blocks: Option<usize>,
+}
+
+/// Tokens in a step of GPUs, and of clusters with processors.
+const GPU_STEP_TOKENS: usize = 2048;
+const STEP_TOKENS: usize = 512;
+
+impl PlanOptions {
+    /// These, with what `topology` decides.
+    pub(crate) fn over(&self, topology: &Topology) -> Self {
+        let has_processor = topology.devices.iter().any(DeviceSpec::is_processor);
+        let step_tokens = if has_processor { STEP_TOKENS } else { GPU_STEP_TOKENS };
+        Self { max_step_tokens: self.max_step_tokens.or(Some(step_tokens)), ..*self }
+    }
+
+    /// Most tokens in one step.
+    pub(crate) fn step_tokens(&self) -> usize {
+        self.max_step_tokens.unwrap_or(STEP_TOKENS)
+    }
 }
 
 impl Default for PlanOptions {
@@ -123,7 +141,7 @@ impl Default for PlanOptions {
             block_size: 32,
             max_sequence_tokens: None,
             max_num_sequences: 64,
-            max_step_tokens: 512,
+            max_step_tokens: None,
             num_kv_blocks: None,
         }
     }

@@ -47,7 +47,7 @@ fn plan_or_refusal(model: &ModelShape, topology: &Topology, (tensor, pipeline): 
         parallelism: Parallelism::Fixed { tensor_parallel_size: tensor, pipeline_parallel_size: pipeline },
         replicas: None,
     };
-    let options = PlanOptions { max_step_tokens: 64, ..PlanOptions::default() };
+    let options = PlanOptions { max_step_tokens: Some(64), ..PlanOptions::default() };
     match plan(model, topology, &policy, &options) {
         Ok(plan) => {
             assert_eq!(plan, super::plan(model, topology, &policy, &options).unwrap(), "not deterministic");

@@ -155,7 +155,7 @@ impl Problem<'_> {
                 let fixed = rank.weight_bytes + rank.activation_bytes;
                 let possible = device.memory_bytes.saturating_sub(fixed) / block_bytes;
                 let possible = usize::try_from(possible).unwrap_or(usize::MAX);
-                let spared = if device.has_host_memory() { possible / 2 } else { 0 };
+                let spared = if device.is_processor() { possible / 2 } else { 0 };
                 num_blocks = num_blocks.min(possible.min((possible - spared).max(blocks.of_longest).max(blocks.least)));
                 if possible >= blocks.least {
                     continue;
@@ -222,11 +222,13 @@ impl Problem<'_> {
             let position = position(stage, stage_index, num_stages);
             let group = &stages[stage_index];
             let next = stages.get(stage_index + 1).map(|next| self.topology.link(&[group[0], next[0]]));
+            let has_processor = group.iter().any(|&device| self.topology.devices[device].is_processor());
             let links = StageLinks {
                 num_layers: stage.layers.len(),
                 is_first: position.is_first,
                 group_size: group.len(),
                 group: self.topology.link(group),
+                sum_bytes: if has_processor { size_of::<f64>() } else { size_of::<f32>() },
                 next,
             };
             let (mut stage_single, mut stage_full): (f64, f64) = (0.0, 0.0);

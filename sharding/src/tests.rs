@@ -249,6 +249,17 @@ fn the_type_of_keys_and_values_is_planned_and_counted() {
 }
 
 #[test]
+fn steps_are_longer_on_gpus_alone() {
+    let step_tokens = |devices: &str, asked| {
+        let options = PlanOptions { max_step_tokens: asked, ..PlanOptions::default() };
+        let topology = Topology::parse_devices(devices).unwrap();
+        plan(&smollm2(), &topology, &Policy::AUTO, &options).unwrap().max_step_tokens
+    };
+    assert_eq!((step_tokens("2*h200@a", None), step_tokens("2*cpu@a", None)), (2048, 512));
+    assert_eq!((step_tokens("h200@a,cpu@a", None), step_tokens("h200", Some(100))), (512, 100));
+}
+
+#[test]
 fn identical_replicas_share_a_table_and_estimates_are_rounded() {
     let topology = Topology::parse_devices("8*h200@a").unwrap();
     let plan = plan(&smollm2(), &topology, &"tensor=2".parse().unwrap(), &PlanOptions::default()).unwrap();

@@ -50,8 +50,8 @@ impl DeviceSpec {
         format!("{}/{}", self.worker_id, self.local_rank)
     }
 
-    /// Whether its memory is that of the host, which others use too.
-    pub(crate) fn has_host_memory(&self) -> bool {
+    /// Whether it is a processor: then its memory is that of the host, which others use too, and ranks meet over TCP.
+    pub(crate) fn is_processor(&self) -> bool {
         self.name.starts_with("cpu")
     }
 }

@@ -62,7 +62,7 @@ struct Settings {
     /// Most sequences in one step [default: 64]
     #[arg(long, env = "LOCKSTEP_MAX_NUM_SEQUENCES", value_name = "N")]
     max_num_sequences: Option<usize>,
-    /// Most tokens in one step [default: 512]
+    /// Most tokens in one step [default: 2048 on GPUs alone, 512 where a processor takes part]
     #[arg(long, env = "LOCKSTEP_MAX_STEP_TOKENS", value_name = "N")]
     max_step_tokens: Option<usize>,
     /// Tokens in a KV block [default: 32]
@@ -159,7 +159,7 @@ impl Settings {
                 block_size: self.block_size.unwrap_or(options.block_size),
                 max_sequence_tokens: self.max_sequence_tokens.or(options.max_sequence_tokens),
                 max_num_sequences: self.max_num_sequences.unwrap_or(options.max_num_sequences),
-                max_step_tokens: self.max_step_tokens.unwrap_or(options.max_step_tokens),
+                max_step_tokens: self.max_step_tokens.or(options.max_step_tokens),
                 num_kv_blocks: self.num_kv_blocks.or(options.num_kv_blocks),
             },
             lease: seconds("lease_secs", self.lease_secs.unwrap_or(2.0))?,

@@ -44,9 +44,9 @@ pub struct Args {
     /// Most sequences in one step
     #[arg(long, value_name = "N", default_value_t = PlanOptions::default().max_num_sequences)]
     max_num_sequences: usize,
-    /// Most tokens in one step
-    #[arg(long, value_name = "N", default_value_t = PlanOptions::default().max_step_tokens)]
-    max_step_tokens: usize,
+    /// Most tokens in one step [default: 2048 on GPUs alone, 512 where a processor takes part]
+    #[arg(long, value_name = "N")]
+    max_step_tokens: Option<usize>,
     /// Tokens in a KV block
     #[arg(long, value_name = "N", default_value_t = PlanOptions::default().block_size)]
     block_size: usize,

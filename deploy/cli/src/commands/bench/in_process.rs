@@ -54,7 +54,8 @@ impl InProcessTarget {
         let checkpoint = Checkpoint::open(model)?;
         let world_size = args.tensor_parallel * args.pipeline_parallel;
         let devices = devices(args, world_size)?;
-        let topology = topology(world_size, dtype(args.dtype.as_deref())?);
+        let kind = if devices.selection() == DeviceSelection::Cpu { "cpu" } else { "cuda" };
+        let topology = topology(world_size, kind, dtype(args.dtype.as_deref())?);
         let policy = Policy {
             parallelism: Parallelism::Fixed {
                 tensor_parallel_size: args.tensor_parallel,
@@ -166,12 +167,12 @@ fn devices(args: &Args, world_size: usize) -> anyhow::Result<LocalDevices> {
     Ok(devices)
 }
 
-fn topology(num_devices: usize, dtype: Option<Dtype>) -> Topology {
+fn topology(num_devices: usize, kind: &str, dtype: Option<Dtype>) -> Topology {
     let device = |local_rank| DeviceSpec {
         worker_id: String::from(WORKER_ID),
         local_rank,
         host: String::from(WORKER_ID),
-        name: String::from("cpu"),
+        name: String::from(kind),
         memory_bytes: MEMORY_BYTES,
         memory_bytes_per_second: BYTES_PER_SECOND,
         operations_per_second: OPERATIONS_PER_SECOND,

@@ -51,9 +51,9 @@ pub struct Args {
     /// Stages of layers, in process
     #[arg(long, value_name = "N", requires = "model", default_value_t = 1)]
     pipeline_parallel: usize,
-    /// Most tokens in one step, in process
-    #[arg(long, value_name = "N", requires = "model", default_value_t = lockstep_sharding::PlanOptions::default().max_step_tokens)]
-    max_step_tokens: usize,
+    /// Most tokens in one step, in process [default: 2048 on GPUs, 512 on the processor]
+    #[arg(long, value_name = "N", requires = "model")]
+    max_step_tokens: Option<usize>,
     /// Name of the model on the server; may be left out if one is served
     #[arg(long, default_value = "", hide_default_value = true, value_name = "NAME")]
     model_name: String,
@@ -84,7 +84,7 @@ pub struct Args {
 pub async fn run(args: Args) -> anyhow::Result<()> {
     let zero = [
         args.decode < 2,
-        args.max_step_tokens == 0,
+        args.max_step_tokens == Some(0),
         args.repetitions == 0,
         args.prefill.contains(&0),
         args.concurrent.contains(&0),
