@@ -48,7 +48,7 @@ struct Feed {
     __device__ __forceinline__ Feed(const Call& call, const Segment& segment, uint32_t ring) : ring(ring) {
         const uint32_t heads = call.heads.num_key_value_heads;
         tiles = call.layer + tile_offset(0, segment.key_value_head, heads);
-        table = call.batch.block_tables + (uint64_t)segment.sequence * call.batch.table_stride;
+        table = segment.table;
         block_stride = tile_offset(1, 0, heads);
         num_keys = segment.num_keys;
         first_position = num_keys - segment.num_tokens;
@@ -226,8 +226,7 @@ __device__ __forceinline__ void load_rows(const Call& call, const Segment& segme
     }
     if (!has_fresh) return;
     const uint32_t position = segment.num_keys - 1;
-    const uint32_t* table = call.batch.block_tables + (uint64_t)segment.sequence * call.batch.table_stride;
-    half_t* tile = call.layer + tile_offset(table[position / BLOCK_SIZE], segment.key_value_head,
+    half_t* tile = call.layer + tile_offset(segment.table[position / BLOCK_SIZE], segment.key_value_head,
                                             call.heads.num_key_value_heads);
 #pragma unroll
     for (unsigned turn = OWN; turn < EACH; ++turn) {

@@ -2,77 +2,24 @@
 // Source: FlashAttention-2 (Dao 2023). For GPUs whose tensor cores a warp feeds alone (mma.sync); Hopper has a
 // kernel of its own, attention_prefill_hopper.cu.
 //
-// The query rows of a key/value head are the heads of its group times the tokens, token by token, so heads that share
-// keys share their reads, also where a chunk is short. A block takes TILE_ROWS rows, each warp some of them, and goes
-// through the keys from the last to the first in tiles of TILE_KEYS, copied ahead of their use.
+// A block takes a tile of query rows (prefill_work.cuh), each warp some of them, and goes through the keys from the last
+// to the first in tiles of TILE_KEYS, copied ahead of their use.
 // Launch: row tiles of all sequences times num_key_value_heads blocks of THREADS threads, heaviest first; dynamic
 // shared memory.
-// -DHEAD_DIM -DBLOCK_SIZE -DBFLOAT as in kv_cache.cuh; -DQUERY_FLOAT=1: queries of f32; -DWARP_TILES: 16-row tiles of a
-// warp; -DTILE_KEYS: a multiple of 16.
+// -DHEAD_DIM -DBLOCK_SIZE -DBFLOAT as in kv_cache.cuh; -DQUERY_FLOAT=1: queries of f32; -DTILE_ROWS: a multiple of 64;
+// -DTILE_KEYS: a multiple of 16.
 
-#include "attention.cuh"
+#include "prefill_work.cuh"
 
 constexpr unsigned WARPS = 4;
 constexpr unsigned THREADS = WARPS * WARP;
-constexpr unsigned WARP_ROWS = 16 * WARP_TILES;
-constexpr unsigned TILE_ROWS = WARPS * WARP_ROWS;
+constexpr unsigned WARP_ROWS = TILE_ROWS / WARPS;
+constexpr unsigned WARP_TILES = WARP_ROWS / 16;
+static_assert(TILE_ROWS % (16 * WARPS) == 0, "warps have whole tiles of 16 rows");
 constexpr unsigned DEPTH = HEAD_DIM / 16;
 constexpr unsigned SIDE = TILE_KEYS * HEAD_DIM;  // elements of a tile of keys, or of values
 constexpr unsigned QUERIES = TILE_ROWS * HEAD_DIM;
 constexpr unsigned ROW_GROUPS = TILE_KEYS / 16;
-
-struct Call {
-    Batch batch;
-    Heads heads;
-    const query_t* queries;
-    uint64_t query_stride;
-    const half_t* layer;
-    float scale;  // of the scores, times log2(e)
-    uint32_t num_tiles;  // of all sequences
-    Activations output;
-};
-
-// What a block computes.
-struct Work {
-    uint32_t sequence, key_value_head;
-    uint32_t first_row, num_rows;  // of the sequence and head; rows beyond do not exist
-    uint32_t first_token, first_position, num_keys;
-    HeadRange heads;
-
-    __device__ __forceinline__ uint32_t token(uint32_t row) const {
-        return (first_row + row) / heads.count;
-    }
-};
-
-// False if the block has nothing to do: heads at the edge of a rank may have fewer rows than others.
-__device__ __forceinline__ bool find_work(const Call& call, Work& work) {
-    work.key_value_head = blockIdx.x % call.heads.num_key_value_heads;
-    const uint32_t index = call.num_tiles - 1 - blockIdx.x / call.heads.num_key_value_heads;
-    const TilePlace place = find_tile(call.batch, call.heads.group_size, TILE_ROWS, index);
-    work.sequence = place.sequence;
-    work.heads = query_heads(call.heads, work.key_value_head);
-    work.first_row = place.tile * TILE_ROWS;
-    const uint32_t tokens = num_tokens(call.batch, place.sequence), rows = tokens * work.heads.count;
-    if (!place.is_valid || rows <= work.first_row) return false;
-    work.num_rows = min(rows - work.first_row, TILE_ROWS);
-    work.first_token = call.batch.token_offsets[place.sequence];
-    work.first_position = call.batch.first_positions[place.sequence];
-    work.num_keys = work.first_position + work.token(work.num_rows - 1) + 1;
-    return true;
-}
-
-__device__ __forceinline__ void load_queries(const Call& call, const Work& work, half_t* queries) {
-    for (unsigned index = threadIdx.x; index < TILE_ROWS * HEAD_CHUNKS; index += THREADS) {
-        const unsigned row = index / HEAD_CHUNKS, chunk = index % HEAD_CHUNKS;
-        uint4 values = make_uint4(0, 0, 0, 0);
-        if (row < work.num_rows) {
-            const uint32_t head = work.heads.first + (work.first_row + row) % work.heads.count;
-            const uint64_t token = work.first_token + work.token(row);
-            values = load_query(call.queries + token * call.query_stride + head * HEAD_DIM + chunk * CHUNK);
-        }
-        *(uint4*)(queries + chunk_offset<TILE_ROWS>(row, chunk)) = values;
-    }
-}
 
 // Copies tiles of keys and values.
 struct Feed {
@@ -84,7 +31,7 @@ struct Feed {
 
     __device__ __forceinline__ Feed(const Call& call, const Work& work) {
         tiles = call.layer + tile_offset(0, work.key_value_head, call.heads.num_key_value_heads);
-        table = call.batch.block_tables + (uint64_t)work.sequence * call.batch.table_stride;
+        table = block_table(call.batch, work.sequence);
         block_stride = tile_offset(1, 0, call.heads.num_key_value_heads);
         num_keys = work.num_keys;
     }
@@ -248,17 +195,17 @@ extern "C" __global__ __launch_bounds__(THREADS) void attention_prefill(const __
     extern __shared__ __align__(1024) half_t shared[];  // queries, then two stages of keys and values
     allow_next();
     Work work;
-    const bool has_work = find_work(call, work);
+    const bool has_work = find_work(call, blockIdx.x, work);
     wait_for_previous();
     if (!has_work) return;
     const uint32_t queries = shared_address(shared), stages = queries + 2 * QUERIES;
     Feed feed(call, work);
-    uint32_t tile = (work.num_keys - 1) / TILE_KEYS;
+    uint32_t tile = work.num_tiles() - 1;
     feed.look_up(tile);
     feed.issue(tile, stages);
     commit_copies();
     if (tile > 0) feed.look_up(tile - 1);
-    load_queries(call, work, shared);
+    load_queries<TILE_ROWS, THREADS>(call, work, shared, 0);
 
     uint32_t limits[WARP_TILES][2];
     Sums sums = {};

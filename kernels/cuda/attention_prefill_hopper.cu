@@ -4,19 +4,19 @@
 // A block of three warp groups stays on its multiprocessor and goes through row tiles, heaviest first. One warp
 // copies tiles of keys and values, which lie in the cache as wgmma wants them, two stages deep. The other two groups
 // have 64 query rows each; they take turns, so that one group's exponentials run beside the other's products, and
-// inside a group the scores of a tile are under way while the tile before is weighed. Query rows of a key/value head
-// are the heads of its group times the tokens, token by token.
+// inside a group the scores of a tile are under way while the tile before is weighed.
 // Launch: at most as many blocks of 384 threads as multiprocessors; dynamic shared memory.
-// -DHEAD_DIM -DBLOCK_SIZE -DBFLOAT as in kv_cache.cuh; -DQUERY_FLOAT=1: queries of f32; -DTILE_KEYS: 64 or 128.
+// -DHEAD_DIM -DBLOCK_SIZE -DBFLOAT as in kv_cache.cuh; -DQUERY_FLOAT=1: queries of f32; -DTILE_ROWS=128;
+// -DTILE_KEYS: 64 or 128.
 
-#include "attention.cuh"
+#include "prefill_work.cuh"
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #include "wgmma.cuh"
 
 constexpr unsigned GROUP = 128;  // threads of a warp group
 constexpr unsigned CONSUMERS = 2;
 constexpr unsigned GROUP_ROWS = 64;
-constexpr unsigned TILE_ROWS = CONSUMERS * GROUP_ROWS;
+static_assert(TILE_ROWS == CONSUMERS * GROUP_ROWS, "every group has 64 rows");
 constexpr unsigned STAGES = 2;
 constexpr unsigned PIECES = HEAD_DIM / PIECE;
 constexpr unsigned PIECE_BYTES = PIECE * 2;  // of a row
@@ -27,60 +27,13 @@ constexpr unsigned UNIT_ROWS = TILE_KEYS % BLOCK_SIZE == 0 ? BLOCK_SIZE : 16;
 // Named barriers of threads.
 constexpr unsigned TURN = 1, OWN = 3;
 
-struct Call {
-    Batch batch;
-    Heads heads;
-    const query_t* queries;
-    uint64_t query_stride;
-    const half_t* layer;
-    float scale;  // of the scores, times log2(e)
-    uint32_t num_tiles;  // of all sequences
-    Activations output;
-};
-
-// A row tile of a sequence and key/value head.
-struct Work {
-    uint32_t sequence, key_value_head;
-    uint32_t first_row, num_rows;  // of the sequence and head; rows beyond do not exist
-    uint32_t first_token, first_position;
-    uint32_t num_keys;  // that the tile sees
-    uint32_t all_keys;  // that the sequence has
-    HeadRange heads;
-
-    __device__ __forceinline__ uint32_t token(uint32_t row) const {
-        return (first_row + row) / heads.count;
-    }
-
-    __device__ __forceinline__ uint32_t num_tiles() const {
-        return (num_keys + TILE_KEYS - 1) / TILE_KEYS;
-    }
-};
-
-// The block's work of a round; false if there is none. Rounds go to and fro, so that no block has the heavier tile of
-// each.
-__device__ __forceinline__ bool find_work(const Call& call, uint32_t round, Work& work) {
-    const uint32_t place = round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
-    const uint32_t index = round * gridDim.x + place, num_heads = call.heads.num_key_value_heads;
-    work.num_rows = 0;
-    if (index >= call.num_tiles * num_heads) return false;
-    work.key_value_head = index % num_heads;
-    const uint32_t tile = call.num_tiles - 1 - index / num_heads;
-    const TilePlace found = find_tile(call.batch, call.heads.group_size, TILE_ROWS, tile);
-    work.sequence = found.sequence;
-    work.heads = query_heads(call.heads, work.key_value_head);
-    work.first_row = found.tile * TILE_ROWS;
-    const uint32_t tokens = num_tokens(call.batch, found.sequence), rows = tokens * work.heads.count;
-    if (!found.is_valid || rows <= work.first_row) return false;
-    work.num_rows = min(rows - work.first_row, TILE_ROWS);
-    work.first_token = call.batch.token_offsets[found.sequence];
-    work.first_position = call.batch.first_positions[found.sequence];
-    work.num_keys = work.first_position + work.token(work.num_rows - 1) + 1;
-    work.all_keys = work.first_position + tokens;
-    return true;
+// Place of the block's work of a round. Rounds go to and fro, so that no block has the heavier tile of each.
+__device__ __forceinline__ uint32_t place_of(uint32_t round) {
+    return round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
 }
 
 __device__ __forceinline__ uint32_t num_rounds(const Call& call) {
-    return (call.num_tiles * call.heads.num_key_value_heads + gridDim.x - 1) / gridDim.x;
+    return (num_works(call) + gridDim.x - 1) / gridDim.x;
 }
 
 // Addresses in shared memory.
@@ -116,9 +69,9 @@ __device__ __forceinline__ void produce(const Call& call, const Shared& shared, 
     uint32_t step = 0;
     for (uint32_t round = 0; round < num_rounds(call); ++round) {
         Work work;
-        if (!find_work(call, round, work)) continue;
+        if (!find_work(call, place_of(round), work)) continue;
+        const uint32_t* table = block_table(call.batch, work.sequence);
         const half_t* tiles = call.layer + tile_offset(0, work.key_value_head, call.heads.num_key_value_heads);
-        const uint32_t* table = call.batch.block_tables + (uint64_t)work.sequence * call.batch.table_stride;
         for (uint32_t tile = work.num_tiles(); tile-- > 0; ++step) {
             const uint32_t stage = step % STAGES, parity = step / STAGES % 2 ^ 1;
             const uint32_t first_key = tile * TILE_KEYS;
@@ -142,19 +95,6 @@ __device__ __forceinline__ void produce(const Call& call, const Shared& shared, 
                 }
             }
         }
-    }
-}
-
-__device__ __forceinline__ void load_queries(const Call& call, const Work& work, half_t* queries, unsigned group_row) {
-    for (unsigned index = threadIdx.x % GROUP; index < GROUP_ROWS * HEAD_CHUNKS; index += GROUP) {
-        const unsigned row = group_row + index / HEAD_CHUNKS, chunk = index % HEAD_CHUNKS;
-        uint4 values = make_uint4(0, 0, 0, 0);
-        if (row < work.num_rows) {
-            const uint32_t head = work.heads.first + (work.first_row + row) % work.heads.count;
-            const uint64_t token = work.first_token + work.token(row);
-            values = load_query(call.queries + token * call.query_stride + head * HEAD_DIM + chunk * CHUNK);
-        }
-        *(uint4*)(queries + chunk_offset<TILE_ROWS>(row, chunk)) = values;
     }
 }
 
@@ -279,7 +219,9 @@ __device__ __forceinline__ void store_rows(const Call& call, const Work& work, O
 __device__ __forceinline__ void consume(const Call& call, const Work& work, const Shared& shared, half_t* memory,
                                         unsigned consumer, uint32_t& step) {
     const unsigned lane = threadIdx.x % WARP, first_row = consumer * GROUP_ROWS + threadIdx.x % GROUP / WARP * 16;
-    load_queries(call, work, memory, consumer * GROUP_ROWS);
+    // No warp of the group still multiplies the rows of the work before.
+    sync_threads(OWN + consumer, GROUP);
+    load_queries<GROUP_ROWS, GROUP>(call, work, memory, consumer * GROUP_ROWS);
     publish_shared();
     sync_threads(OWN + consumer, GROUP);
     const uint64_t queries =
@@ -380,7 +322,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void attention_prefill(
         uint32_t step = 0;
         for (uint32_t round = 0; round < num_rounds(call); ++round) {
             Work work;
-            if (find_work(call, round, work)) consume(call, work, shared, memory, consumer, step);
+            if (find_work(call, place_of(round), work)) consume(call, work, shared, memory, consumer, step);
         }
     }
 #else

@@ -20,8 +20,8 @@ constexpr float SLACK = 8.0f;
 struct Batch {
     const uint32_t* token_offsets;  // [num_sequences + 1]: first row of each
     const uint32_t* first_positions;  // [num_sequences]: tokens in the cache before this step
-    const uint32_t* block_tables;  // [num_sequences, table_stride]
-    uint32_t table_stride;
+    const uint32_t* table_offsets;  // [num_sequences]: where the table of each begins
+    const uint32_t* block_tables;  // one after the other
     uint32_t num_sequences;
     // Sequences of fewer or more tokens are left to another launch.
     uint32_t min_tokens, max_tokens;
@@ -47,6 +47,10 @@ __device__ __forceinline__ HeadRange query_heads(const Heads& heads, uint32_t ke
 __device__ __forceinline__ uint32_t num_tokens(const Batch& batch, uint32_t sequence) {
     const uint32_t tokens = batch.token_offsets[sequence + 1] - batch.token_offsets[sequence];
     return tokens >= batch.min_tokens && tokens <= batch.max_tokens ? tokens : 0;
+}
+
+__device__ __forceinline__ const uint32_t* block_table(const Batch& batch, uint32_t sequence) {
+    return batch.block_tables + batch.table_offsets[sequence];
 }
 
 // A place in the list of row tiles of all sequences.

@@ -33,9 +33,10 @@ struct Call {
 
 // A range of units of one sequence, key/value head and tile of query rows.
 struct Segment {
-    uint32_t sequence, key_value_head, row_tile;
+    uint32_t key_value_head, row_tile;
     uint32_t first_unit, end_unit, num_units;
     uint32_t first_token, num_tokens, num_keys;
+    const uint32_t* table;  // of blocks
     HeadRange heads;
     uint32_t pair_start;  // in the list of units
 };
@@ -92,10 +93,10 @@ __device__ __forceinline__ Segment find_segment(const Call& call, const uint32_t
         else high = middle;
     }
     Segment segment;
-    segment.sequence = low;
     segment.first_token = call.batch.token_offsets[low];
     segment.num_tokens = num_tokens(call.batch, low);
     segment.num_keys = call.batch.first_positions[low] + segment.num_tokens;
+    segment.table = block_table(call.batch, low);
     segment.num_units = units(segment.num_keys);
     const uint32_t start = prefix[low] * num_heads;
     const uint32_t pair = (at - start) / segment.num_units;

@@ -55,6 +55,7 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("one_shot.cuh", include_str!("../../cuda/include/one_shot.cuh")),
     ("ordered.cuh", include_str!("../../cuda/include/ordered.cuh")),
     ("plain.cuh", include_str!("../../cuda/include/plain.cuh")),
+    ("prefill_work.cuh", include_str!("../../cuda/include/prefill_work.cuh")),
     ("reduce.cuh", include_str!("../../cuda/include/reduce.cuh")),
     ("rope.cuh", include_str!("../../cuda/include/rope.cuh")),
     ("tensor_core.cuh", include_str!("../../cuda/include/tensor_core.cuh")),

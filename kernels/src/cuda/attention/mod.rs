@@ -18,19 +18,21 @@ use crate::{KernelError, device::KvCacheSpec, ops};
 const OPERATION: &str = "attention";
 /// Sequences of at most so many query tokens are decoded.
 const MAX_DECODE_TOKENS: usize = 8;
-/// Block tables are padded to a power of two of at least so many blocks, so that a recorded step lasts as sequences grow.
+/// Room for block tables is a power of two, of at least so many blocks a sequence, so that a recorded step lasts as
+/// sequences grow.
 const MIN_TABLE_BLOCKS: usize = 16;
 /// `MAX_SEQUENCES` of the device code of decode.
 const MAX_SEQUENCES: usize = 1024;
 
-/// The sequences of a step, on their way to the GPU. It stays the same while their number and the size of the largest
-/// block table stay in the same power of two, so a recorded step can be replayed with new content.
+/// The sequences of a step, on their way to the GPU. It stays the same while their number and the size of all block tables
+/// stay in the same power of two, so a recorded step can be replayed with new content.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Batch {
     token_offsets: InputSlice,
     first_positions: InputSlice,
+    table_offsets: InputSlice,
+    /// One after the other.
     block_tables: InputSlice,
-    table_stride: usize,
     num_sequences: usize,
     num_tokens: usize,
     /// Most query tokens of a sequence that is decoded; 0: none is.
@@ -92,19 +94,25 @@ impl Attention {
             return Err(KernelError::OutOfRange { operation: OPERATION, what: "number of sequences", got, limit });
         }
         let num_sequences = got.next_power_of_two();
-        let longest = call.sequences.iter().map(|sequence| num_blocks(sequence, cache.spec())).max().unwrap_or(0);
-        let table_stride = longest.max(MIN_TABLE_BLOCKS).next_power_of_two();
         let mut token_offsets = vec![0_u32];
-        let mut first_positions = vec![0_u32; num_sequences];
-        let mut block_tables = vec![0_u32; num_sequences * table_stride];
+        let mut first_positions = Vec::with_capacity(num_sequences);
+        let mut table_offsets = Vec::with_capacity(num_sequences);
+        let mut block_tables = Vec::new();
         let mut num_tokens = 0;
-        for (index, sequence) in call.sequences.iter().enumerate() {
+        for sequence in call.sequences {
             num_tokens += sequence.num_tokens;
             token_offsets.push(num_tokens as u32);
-            first_positions[index] = sequence.first_position as u32;
-            let used = &sequence.block_table[..num_blocks(sequence, cache.spec())];
-            block_tables[index * table_stride..][..used.len()].copy_from_slice(used);
+            first_positions.push(sequence.first_position as u32);
+            table_offsets.push(block_tables.len() as u32);
+            block_tables.extend_from_slice(&sequence.block_table[..num_blocks(sequence, cache.spec())]);
         }
+        let (got, limit) = (block_tables.len(), u32::MAX as usize);
+        if got >= limit {
+            return Err(KernelError::OutOfRange { operation: OPERATION, what: "blocks of all sequences", got, limit });
+        }
+        block_tables.resize(got.max(MIN_TABLE_BLOCKS * num_sequences).next_power_of_two(), 0);
+        first_positions.resize(num_sequences, 0);
+        table_offsets.resize(num_sequences, 0);
         // Sequences of no tokens fill the batch up.
         token_offsets.resize(num_sequences + 1, num_tokens as u32);
         let lengths = || call.sequences.iter().map(|sequence| sequence.num_tokens);
@@ -112,8 +120,8 @@ impl Attention {
         Ok(Batch {
             token_offsets: inputs.stage(&token_offsets)?,
             first_positions: inputs.stage(&first_positions)?,
+            table_offsets: inputs.stage(&table_offsets)?,
             block_tables: inputs.stage(&block_tables)?,
-            table_stride,
             num_sequences,
             num_tokens,
             max_decode_tokens: lengths().filter(|tokens| *tokens <= MAX_DECODE_TOKENS).max().unwrap_or(0),
@@ -205,9 +213,10 @@ impl AttentionCall {
         Ok(vec![
             batch.token_offsets.pointer().0,
             batch.first_positions.pointer().0,
+            batch.table_offsets.pointer().0,
             batch.block_tables.pointer().0,
-            pair(batch.table_stride as u32, batch.num_sequences as u32),
-            pair(min_tokens as u32, max_tokens as u32),
+            pair(batch.num_sequences as u32, min_tokens as u32),
+            u64::from(max_tokens as u32),
             pair(batch.num_heads as u32, batch.spec.num_key_value_heads as u32),
             pair(batch.group_size as u32, batch.group_offset as u32),
             self.queries.buffer.pointer().0,

@@ -12,8 +12,8 @@ pub const SOURCE: Source = Source {
     name: "attention_prefill.cu",
     text: include_str!("../../../cuda/attention_prefill.cu"),
     variants: &[
-        &["-DHEAD_DIM=128", "-DBLOCK_SIZE=16", "-DBFLOAT=0", "-DQUERY_FLOAT=0", "-DWARP_TILES=2", "-DTILE_KEYS=64"],
-        &["-DHEAD_DIM=256", "-DBLOCK_SIZE=32", "-DBFLOAT=1", "-DQUERY_FLOAT=1", "-DWARP_TILES=1", "-DTILE_KEYS=32"],
+        &["-DHEAD_DIM=128", "-DBLOCK_SIZE=16", "-DBFLOAT=0", "-DQUERY_FLOAT=0", "-DTILE_ROWS=128", "-DTILE_KEYS=64"],
+        &["-DHEAD_DIM=256", "-DBLOCK_SIZE=32", "-DBFLOAT=1", "-DQUERY_FLOAT=1", "-DTILE_ROWS=64", "-DTILE_KEYS=32"],
     ],
 };
 
@@ -22,8 +22,8 @@ pub const HOPPER_SOURCE: Source = Source {
     name: "attention_prefill_hopper.cu",
     text: include_str!("../../../cuda/attention_prefill_hopper.cu"),
     variants: &[
-        &["-DHEAD_DIM=128", "-DBLOCK_SIZE=16", "-DBFLOAT=0", "-DQUERY_FLOAT=0", "-DTILE_KEYS=128"],
-        &["-DHEAD_DIM=80", "-DBLOCK_SIZE=32", "-DBFLOAT=1", "-DQUERY_FLOAT=1", "-DTILE_KEYS=128"],
+        &["-DHEAD_DIM=128", "-DBLOCK_SIZE=16", "-DBFLOAT=0", "-DQUERY_FLOAT=0", "-DTILE_ROWS=128", "-DTILE_KEYS=128"],
+        &["-DHEAD_DIM=80", "-DBLOCK_SIZE=32", "-DBFLOAT=1", "-DQUERY_FLOAT=1", "-DTILE_ROWS=128", "-DTILE_KEYS=128"],
     ],
 };
 
@@ -36,12 +36,10 @@ const MAX_WIDE_HEAD_DIM: usize = 128;
 /// How the kernel for a head size is compiled and launched.
 struct Plan {
     source: &'static Source,
-    /// Options beside those of the call.
-    options: Vec<String>,
-    /// Query rows (tokens times heads of a group) of a block.
+    /// Query rows (tokens times heads of a group) and keys that a block takes at a time.
     tile_rows: usize,
+    tile_keys: usize,
     threads: u32,
-    shared_bytes: u32,
     /// Most blocks: a block of a kernel that stays takes tile after tile.
     max_blocks: usize,
 }
@@ -49,30 +47,22 @@ struct Plan {
 impl Plan {
     fn new(gpu: &Gpu, head_dim: usize) -> Self {
         let is_wide = head_dim <= MAX_WIDE_HEAD_DIM;
-        // Queries, and two stages of keys and values.
-        let shared_bytes =
-            |tile_rows: usize, tile_keys: usize| ((tile_rows + 4 * tile_keys) * head_dim * size_of::<u16>()) as u32;
         if gpu.limits().compute_capability == HOPPER && HOPPER_HEAD_DIMS.contains(&head_dim) {
-            let (tile_rows, tile_keys) = (128, if is_wide { 128 } else { 64 });
-            return Self {
-                source: &HOPPER_SOURCE,
-                options: vec![format!("-DTILE_KEYS={tile_keys}")],
-                tile_rows,
-                threads: 384,
-                shared_bytes: shared_bytes(tile_rows, tile_keys),
-                max_blocks: gpu.limits().num_multiprocessors as usize,
-            };
+            let (tile_keys, max_blocks) = (if is_wide { 128 } else { 64 }, gpu.limits().num_multiprocessors as usize);
+            return Self { source: &HOPPER_SOURCE, tile_rows: 128, tile_keys, threads: 384, max_blocks };
         }
-        let (warp_tiles, tile_keys) = if is_wide { (2, 64) } else { (1, 32) };
-        let tile_rows = 4 * 16 * warp_tiles;
-        Self {
-            source: &SOURCE,
-            options: vec![format!("-DWARP_TILES={warp_tiles}"), format!("-DTILE_KEYS={tile_keys}")],
-            tile_rows,
-            threads: 128,
-            shared_bytes: shared_bytes(tile_rows, tile_keys),
-            max_blocks: usize::MAX,
-        }
+        let (tile_rows, tile_keys) = if is_wide { (128, 64) } else { (64, 32) };
+        Self { source: &SOURCE, tile_rows, tile_keys, threads: 128, max_blocks: usize::MAX }
+    }
+
+    /// Options beside those of the call.
+    fn options(&self) -> Vec<String> {
+        vec![format!("-DTILE_ROWS={}", self.tile_rows), format!("-DTILE_KEYS={}", self.tile_keys)]
+    }
+
+    /// Of queries, and two stages of keys and values.
+    fn shared_bytes(&self, head_dim: usize) -> u32 {
+        ((self.tile_rows + 4 * self.tile_keys) * head_dim * size_of::<u16>()) as u32
     }
 }
 
@@ -84,14 +74,15 @@ pub(super) fn tile_rows(gpu: &Gpu, head_dim: usize) -> usize {
 /// Starts the kernel for the sequences that are not decoded.
 pub(super) fn launch(gpu: &Gpu, call: &AttentionCall) -> Result<(), KernelError> {
     let spec = &call.batch.spec;
-    let Plan { source, options, threads, shared_bytes, max_blocks, .. } = Plan::new(gpu, spec.head_dim);
-    let kernel = gpu.kernel(source, &[call.options(), options].concat(), "attention_prefill")?;
+    let plan = Plan::new(gpu, spec.head_dim);
+    let shared_bytes = plan.shared_bytes(spec.head_dim);
+    let kernel = gpu.kernel(plan.source, &[call.options(), plan.options()].concat(), "attention_prefill")?;
     kernel.allow_shared_bytes(gpu, shared_bytes)?;
     let mut argument = call.argument(MAX_DECODE_TOKENS + 1, u32::MAX as usize)?;
     argument.push(pair(call.scale_log2(), call.batch.num_prefill_tiles as u32));
     argument.extend(call.output.argument());
-    let blocks = (call.batch.num_prefill_tiles * spec.num_key_value_heads).min(max_blocks) as u32;
-    let launch = Launch { grid: [blocks, 1, 1], block: [threads, 1, 1], shared_bytes };
+    let blocks = (call.batch.num_prefill_tiles * spec.num_key_value_heads).min(plan.max_blocks) as u32;
+    let launch = Launch { grid: [blocks, 1, 1], block: [plan.threads, 1, 1], shared_bytes };
     // SAFETY: the structure `Call` of the kernel. `stage` checked every address of the batch against the cache, the
     // caller the rows.
     unsafe { kernel.launch(gpu, launch, &[Argument::Struct(bytemuck::cast_slice(&argument))]) }
