@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, missing_docs, reason = "a failure is what a test reports")]
 
 mod gpu;
+mod tiles;
 
 use std::sync::Arc;
 
@@ -18,6 +19,7 @@ use lockstep_kernels::{
     reference,
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
+use tiles::tiles_of;
 
 const LAYER: usize = 1;
 
@@ -47,22 +49,16 @@ impl Shape {
     }
 
     fn round(&self, value: f32) -> f32 {
-        match (self.element, self.half_type) {
-            (Element::F32, _) => value,
-            (Element::Half, HalfType::F16) => half::f16::from_f32(value).to_f32(),
-            (Element::Half, HalfType::BF16) => half::bf16::from_f32(value).to_f32(),
+        match self.element {
+            Element::F32 => value,
+            Element::Half => widen(self.half_type, &narrow(self.half_type, &[value]))[0],
         }
     }
 
     fn upload(&self, gpu: &Arc<Gpu>, values: &[f32]) -> Arc<DeviceBuffer> {
-        Arc::new(match (self.element, self.half_type) {
-            (Element::F32, _) => gpu::upload(gpu, values),
-            (Element::Half, HalfType::F16) => {
-                gpu::upload(gpu, &values.iter().map(|value| half::f16::from_f32(*value).to_bits()).collect::<Vec<_>>())
-            }
-            (Element::Half, HalfType::BF16) => {
-                gpu::upload(gpu, &values.iter().map(|value| half::bf16::from_f32(*value).to_bits()).collect::<Vec<_>>())
-            }
+        Arc::new(match self.element {
+            Element::F32 => gpu::upload(gpu, values),
+            Element::Half => gpu::upload(gpu, &narrow(self.half_type, values)),
         })
     }
 
@@ -72,6 +68,14 @@ impl Shape {
             Element::Half => widen(self.half_type, &gpu::download::<u16>(buffer, len)),
         }
     }
+}
+
+fn narrow(half_type: HalfType, values: &[f32]) -> Vec<u16> {
+    let narrow = |value: &f32| match half_type {
+        HalfType::F16 => half::f16::from_f32(*value).to_bits(),
+        HalfType::BF16 => half::bf16::from_f32(*value).to_bits(),
+    };
+    values.iter().map(narrow).collect()
 }
 
 fn widen(half_type: HalfType, values: &[u16]) -> Vec<f32> {
@@ -283,35 +287,19 @@ impl Scene {
         }
     }
 
+    /// The f32 form is near what is wanted, the others are made of it.
     fn assert_output(&self, output: &Activations, want: &[f64], what: &str) {
         let what = format!("{what} of {:?} {:?} {:?}", self.shape, self.table.style, self.lengths());
         let values: Vec<f32> = gpu::download(output.values.as_ref().unwrap(), want.len());
         assert_close(&values, want, self.shape.tolerance(), &what);
         let (half_type, halves) = output.halves.as_ref().unwrap();
-        let halves = widen(*half_type, &gpu::download::<u16>(halves, want.len()));
-        assert_close(&halves, want, self.shape.tolerance(), &format!("halves of {what}"));
+        let halves: Vec<u16> = gpu::download(halves, want.len());
+        assert!(halves == narrow(*half_type, &values), "halves of {what}");
         if let Some(tiles) = &output.tiles {
-            let dequantized = dequantize(tiles, want.len(), output.columns);
-            assert_close(&dequantized, want, 1e-2, &format!("tiles of {what}"));
+            let tiles: Vec<u8> = gpu::download(tiles, tiles.num_bytes());
+            assert!(tiles == tiles_of(&values, output.columns), "tiles of {what}");
         }
     }
-}
-
-/// Values of 8-bit tiles, laid out as `activations.cuh` says.
-fn dequantize(tiles: &DeviceBuffer, len: usize, columns: usize) -> Vec<f32> {
-    const TILE: usize = 320;
-    let per_row = columns.div_ceil(256);
-    let bytes: Vec<u8> = gpu::download(tiles, len / columns * per_row * TILE);
-    let value = |index: usize| {
-        let (token, column) = (index / columns, index % columns);
-        let (tile, block, place) = (column / 256, column % 256 / 32, column % 32);
-        let tile = &bytes[(token * per_row + tile) * TILE..][..TILE];
-        let place_in_half = place % 8 / 2 * 4 + place % 16 / 8 * 2 + place % 2;
-        let quant = tile[place / 16 * 128 + block * 16 + place_in_half] as i8;
-        let scale = f32::from_le_bytes(tile[256 + block * 8..][..4].try_into().unwrap());
-        scale * f32::from(quant)
-    };
-    (0..len).map(value).collect()
 }
 
 #[test]
@@ -459,13 +447,8 @@ fn a_recorded_launch_follows_growing_sequences() {
     for at in [[4, 71, 21], [63, 89, 64], [199, 2, 129]] {
         inputs.clear();
         assert_eq!(stage(&mut inputs, at), call.batch, "a larger batch would need a new recording");
-        call.queries
-            .buffer
-            .write(0, &{
-                let bytes = shape.upload(&gpu, &rows(at));
-                gpu::download::<u8>(&bytes, bytes.num_bytes())
-            })
-            .unwrap();
+        let bytes = shape.upload(&gpu, &rows(at));
+        call.queries.buffer.write(0, &gpu::download::<u8>(&bytes, bytes.num_bytes())).unwrap();
         graph.replay().unwrap();
         let values: Vec<f32> = gpu::download(call.output.values.as_ref().unwrap(), 3 * columns);
         for index in 0..3 {
