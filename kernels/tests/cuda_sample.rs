@@ -110,6 +110,7 @@ fn broken_logits_survive_and_long_lists_are_left_to_the_host() {
     assert_eq!((broken.scaled_log_sum_exp, broken.drawn), (f32::NEG_INFINITY, None));
     let infinite = on_gpu(&gpu, std::slice::from_ref(&row), 0, 2, &[1.0, f32::INFINITY]).remove(0);
     assert_eq!((infinite.top[0].0, infinite.scaled_log_sum_exp), (1, f32::INFINITY));
+    assert_eq!(infinite.drawn.map(|(token_id, ..)| token_id), Some(1));
     let long = SampleRow { top_k: MAX_TOP + 1, ..row };
     assert_eq!(SamplePlan::new(std::slice::from_ref(&long), 10_000, 0).unwrap(), None);
     assert!(SamplePlan::new(&[long], 100, 0).unwrap().is_some());
