@@ -6,7 +6,7 @@
 // group times tokens) and the 16 rows hold keys. A segment that is not all of its sequence is written to `partials`; of
 // the blocks that share a sequence and head the last to arrive adds up, in the order of the blocks, so results repeat.
 // Launch: any number of blocks of THREADS threads, the same as partials were allocated for; dynamic shared memory.
-// -DHEAD_DIM -DBLOCK_SIZE -DBFLOAT as in kv_cache.cuh; -DQUERY_FLOAT=1: queries of f32; -DSTAGES: copies in a ring;
+// -DHEAD_DIM -DBLOCK_SIZE -DBFLOAT as in kv_cache.cuh; -DQUERY_FLOAT=1: queries of f32; -DWARPS; -DSTAGES: copies in a ring;
 // -DQUERY_ROWS: query rows of a segment, 8 or 16 or 32; -DFUSED=1: rows are qkv of one new token a sequence, not yet
 // rotated: rotates, stores keys and values in the cache and attends, all in one.
 

@@ -3,6 +3,7 @@
 // The units (UNIT tokens of a key/value head, once for each tile of query rows) of all sequences make one list,
 // sequence by sequence. Each block takes an equal range of it; what a block has of one sequence, head and tile is a
 // segment.
+// -DWARPS: warps of a block.
 // Invariant: what the list holds depends on the batch in device memory alone, so every block sees the same one.
 
 #pragma once
@@ -10,7 +11,6 @@
 #include "attention.cuh"
 #include "rope.cuh"
 
-constexpr unsigned WARPS = 4;
 constexpr unsigned THREADS = WARPS * WARP;
 constexpr unsigned STEP = 16;  // tokens of a warp at a time
 constexpr unsigned UNIT = WARPS * STEP;

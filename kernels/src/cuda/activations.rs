@@ -70,7 +70,7 @@ impl Activations {
         let halves = rows(forms.halves.is_some(), columns * size_of::<u16>())?;
         Ok(Self {
             columns,
-            tiles: rows(forms.tiles, columns.div_ceil(TILE_COLUMNS) * TILE_BYTES)?,
+            tiles: rows(forms.tiles, tile_row_bytes(columns))?,
             halves: forms.halves.zip(halves),
             values: rows(forms.values, columns * size_of::<f32>())?,
         })
@@ -81,17 +81,14 @@ impl Activations {
     /// # Errors
     /// [`KernelError::Shape`].
     pub fn expect_tokens(&self, operation: &'static str, num_tokens: usize) -> Result<(), KernelError> {
-        if let Some(tiles) = &self.tiles {
-            let row_bytes = self.columns.div_ceil(TILE_COLUMNS) * TILE_BYTES;
-            tiles.expect_bytes(operation, "bytes of the tiles", num_tokens * row_bytes)?;
-        }
-        if let Some((_, halves)) = &self.halves {
-            let row_bytes = self.columns * size_of::<u16>();
-            halves.expect_bytes(operation, "bytes of the halves", num_tokens * row_bytes)?;
-        }
-        if let Some(values) = &self.values {
-            let row_bytes = self.columns * size_of::<f32>();
-            values.expect_bytes(operation, "bytes of the values", num_tokens * row_bytes)?;
+        let halves = self.halves.as_ref().map(|(_, halves)| halves);
+        for (buffer, what, row_bytes) in [
+            (self.tiles.as_ref(), "bytes of the tiles", tile_row_bytes(self.columns)),
+            (halves, "bytes of the halves", self.columns * size_of::<u16>()),
+            (self.values.as_ref(), "bytes of the values", self.columns * size_of::<f32>()),
+        ] {
+            buffer
+                .map_or(Ok(()), |buffer| buffer.expect_bytes(operation, what, num_tokens.saturating_mul(row_bytes)))?;
         }
         Ok(())
     }

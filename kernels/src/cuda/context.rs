@@ -216,3 +216,21 @@ fn read_limits(context: &CudaContext) -> Result<GpuLimits, DriverError> {
         l2_bytes: u64::from(attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?),
     })
 }
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::GpuLimits;
+
+    /// Shared memory and multiprocessors of the kinds of GPUs that there are, of Ampere and later.
+    pub fn limits_of_every_kind() -> Vec<GpuLimits> {
+        [((8, 0), 163), ((8, 9), 99), ((9, 0), 227), ((10, 0), 227), ((12, 0), 99)]
+            .map(|(compute_capability, shared_kib)| GpuLimits {
+                name: "test".to_owned(),
+                compute_capability,
+                num_multiprocessors: 132,
+                max_shared_bytes: shared_kib << 10,
+                l2_bytes: 50 << 20,
+            })
+            .into()
+    }
+}

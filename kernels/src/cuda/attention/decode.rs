@@ -8,7 +8,7 @@ use std::sync::Arc;
 use super::{AttentionCall, MAX_DECODE_TOKENS, OPERATION, pair};
 use crate::{
     KernelError,
-    cuda::{Argument, DeviceBuffer, Gpu, Launch, rope_and_store::CudaRope, sources::Source},
+    cuda::{Argument, DeviceBuffer, Gpu, Launch, context::GpuLimits, rope_and_store::CudaRope, sources::Source},
 };
 
 /// Device code.
@@ -21,6 +21,7 @@ pub const SOURCE: Source = Source {
             "-DBLOCK_SIZE=16",
             "-DBFLOAT=0",
             "-DQUERY_FLOAT=1",
+            "-DWARPS=4",
             "-DSTAGES=3",
             "-DQUERY_ROWS=8",
             "-DFUSED=1",
@@ -30,28 +31,39 @@ pub const SOURCE: Source = Source {
             "-DBLOCK_SIZE=32",
             "-DBFLOAT=1",
             "-DQUERY_FLOAT=0",
+            "-DWARPS=4",
             "-DSTAGES=4",
             "-DQUERY_ROWS=16",
             "-DFUSED=0",
         ],
+        &[
+            "-DHEAD_DIM=256",
+            "-DBLOCK_SIZE=16",
+            "-DBFLOAT=0",
+            "-DQUERY_FLOAT=1",
+            "-DWARPS=2",
+            "-DSTAGES=2",
+            "-DQUERY_ROWS=8",
+            "-DFUSED=1",
+        ],
     ],
 };
 
-/// Warps of a block and tokens that one takes at a time: `WARPS` and `STEP` of the device code.
-const WARPS: usize = 4;
+/// Tokens that a warp takes at a time: `STEP` of the device code.
 const STEP: usize = 16;
-const THREADS: u32 = 128;
+const WARP: usize = 32;
 /// Most copies of a warp's ring, and the fewest.
 const MAX_STAGES: usize = 4;
 const MIN_STAGES: usize = 2;
 /// Shared memory beside the rings, at most.
 const STATIC_SHARED_BYTES: usize = 16 << 10;
-/// Blocks that share a multiprocessor where their rings fit: one computes while the other waits.
+/// Blocks that share a multiprocessor, where one computes while the other waits, and warps of each: the first that fit.
+const CUTS: [(usize, usize); 3] = [(MAX_BLOCKS_PER_MULTIPROCESSOR, 4), (1, 4), (1, 2)];
 const MAX_BLOCKS_PER_MULTIPROCESSOR: usize = 2;
 /// Query rows of a segment, and the most `rows * head_dim` whose sums fit a warp's registers.
 const QUERY_ROWS: [usize; 3] = [8, 16, 32];
 const MAX_SUMS: usize = 2048;
-/// Smallest range of a block, in units of 64 tokens of a head: less is not worth adding up partial sums.
+/// Smallest range of a block, in units of 16 tokens a warp of a head: less is not worth adding up partial sums.
 const MIN_UNITS: u32 = 2;
 /// Most query rows, for the size of the workspace.
 const MAX_PARTIAL_ROWS: usize = 32;
@@ -63,31 +75,35 @@ pub(super) struct Workspace {
 }
 
 /// How a launch is cut for a head size.
+#[derive(Clone, Copy, Debug)]
 struct Shape {
+    warps: usize,
     stages: usize,
     blocks: usize,
-    shared_bytes: u32,
+    shared_bytes: usize,
 }
 
 impl Shape {
-    fn new(gpu: &Gpu, head_dim: usize) -> Self {
-        let stage_bytes = WARPS * 2 * STEP * head_dim * size_of::<u16>();
-        let all = gpu.limits().max_shared_bytes as usize;
-        let stages = |per_multiprocessor: usize| {
-            let rings = (all / per_multiprocessor).saturating_sub(STATIC_SHARED_BYTES);
-            (rings / stage_bytes).min(MAX_STAGES)
+    fn new(limits: &GpuLimits, head_dim: usize) -> Self {
+        let cut = |(blocks_each, warps): (usize, usize)| {
+            let stage_bytes = warps * 2 * STEP * head_dim * size_of::<u16>();
+            let rings = (limits.max_shared_bytes as usize / blocks_each).saturating_sub(STATIC_SHARED_BYTES);
+            let stages = (rings / stage_bytes).min(MAX_STAGES);
+            let blocks = blocks_each * limits.num_multiprocessors as usize;
+            Self { warps, stages, blocks, shared_bytes: stages * stage_bytes }
         };
-        let (per_multiprocessor, stages) = match stages(MAX_BLOCKS_PER_MULTIPROCESSOR) {
-            enough @ MIN_STAGES.. => (MAX_BLOCKS_PER_MULTIPROCESSOR, enough),
-            _ => (1, stages(1).max(MIN_STAGES)),
-        };
-        let blocks = per_multiprocessor * gpu.limits().num_multiprocessors as usize;
-        Self { stages, blocks, shared_bytes: (stages * stage_bytes) as u32 }
+        let mut cuts = CUTS.into_iter().map(cut);
+        let [.., smallest] = CUTS;
+        cuts.find(|shape| shape.stages >= MIN_STAGES).unwrap_or_else(|| cut(smallest))
     }
 
-    /// Whether a segment may have so many query rows: their sums stay in registers, and in the end take the rings' place.
-    fn holds(&self, rows: usize, head_dim: usize) -> bool {
-        rows * head_dim <= MAX_SUMS && WARPS * rows * (head_dim + 4) * size_of::<f32>() <= self.shared_bytes as usize
+    /// The fewest query rows of a segment that hold `wanted`, or the most that there are room and registers for: their sums
+    /// stay in registers, and in the end take the rings' place.
+    fn query_rows(&self, head_dim: usize, wanted: usize) -> usize {
+        let sum_bytes = |rows: usize| self.warps * rows * (head_dim + 4) * size_of::<f32>();
+        let holds = |rows: &usize| rows * head_dim <= MAX_SUMS && sum_bytes(*rows) <= self.shared_bytes;
+        let mut rows = QUERY_ROWS.into_iter().filter(holds);
+        rows.clone().find(|rows| *rows >= wanted).or(rows.next_back()).unwrap_or(QUERY_ROWS[0])
     }
 }
 
@@ -106,17 +122,17 @@ impl Workspace {
     pub(super) fn launch(&self, gpu: &Gpu, call: &AttentionCall, rope: Option<&CudaRope>) -> Result<(), KernelError> {
         let head_dim = call.batch.spec.head_dim;
         let wanted = call.batch.max_decode_tokens * call.batch.group_size;
-        let shape = Shape::new(gpu, head_dim);
-        let mut rows = QUERY_ROWS.into_iter().filter(|rows| shape.holds(*rows, head_dim));
-        let rows = rows.clone().find(|rows| *rows >= wanted).or(rows.next_back()).unwrap_or(QUERY_ROWS[0]);
+        let shape = Shape::new(gpu.limits(), head_dim);
         let mut options = call.options();
         options.extend([
+            format!("-DWARPS={}", shape.warps),
             format!("-DSTAGES={}", shape.stages),
-            format!("-DQUERY_ROWS={rows}"),
+            format!("-DQUERY_ROWS={}", shape.query_rows(head_dim, wanted)),
             format!("-DFUSED={}", u8::from(rope.is_some())),
         ]);
         let kernel = gpu.kernel(&SOURCE, &options, "attention_decode")?;
-        kernel.allow_shared_bytes(gpu, shape.shared_bytes)?;
+        let shared_bytes = shape.shared_bytes as u32;
+        kernel.allow_shared_bytes(gpu, shared_bytes)?;
 
         let mut argument = call.argument(1, MAX_DECODE_TOKENS)?;
         argument.extend([
@@ -128,9 +144,31 @@ impl Workspace {
         argument.extend(call.output.argument());
         argument.extend(rope.map_or([0; 3], CudaRope::argument));
         let blocks = u32::try_from(shape.blocks).map_err(|_| gpu.error(format!("{OPERATION}: too many blocks")))?;
-        let launch = Launch { grid: [blocks, 1, 1], block: [THREADS, 1, 1], shared_bytes: shape.shared_bytes };
+        let launch = Launch { grid: [blocks, 1, 1], block: [(WARP * shape.warps) as u32, 1, 1], shared_bytes };
         // SAFETY: the structure `Call` of the kernel. `stage` checked every address of the batch against the cache, the
         // caller the rows; the workspace has room for all blocks of any launch, and one stream orders its users.
         unsafe { kernel.launch(gpu, launch, &[Argument::Struct(bytemuck::cast_slice(&argument))]) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::context::tests::limits_of_every_kind;
+
+    #[test]
+    fn rings_and_sums_fit_every_gpu() {
+        for limits in limits_of_every_kind() {
+            for head_dim in (16..=256).step_by(16) {
+                let shape = Shape::new(&limits, head_dim);
+                let what = format!("{shape:?} of {head_dim} on {limits:?}");
+                assert!(shape.stages >= MIN_STAGES, "{what}");
+                assert!(shape.shared_bytes + STATIC_SHARED_BYTES <= limits.max_shared_bytes as usize, "{what}");
+                let rows = shape.query_rows(head_dim, usize::MAX);
+                assert!(shape.warps * rows * (head_dim + 4) * size_of::<f32>() <= shape.shared_bytes, "{what}");
+                assert!(rows * head_dim <= MAX_SUMS && rows <= MAX_PARTIAL_ROWS, "{what}");
+                assert!(shape.query_rows(head_dim, 1) == QUERY_ROWS[0], "{what}");
+            }
+        }
     }
 }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use super::{
     Activations, CudaKvCache, Gpu, InputSlice, StepInputs,
-    rope_and_store::{CudaRope, Rows},
+    rope_and_store::{CudaRope, Element, Rows},
 };
 use crate::{KernelError, device::KvCacheSpec, ops};
 
@@ -21,6 +21,8 @@ const MAX_DECODE_TOKENS: usize = 8;
 /// Room for block tables is a power of two, of at least so many blocks a sequence, so that a recorded step lasts as
 /// sequences grow.
 const MIN_TABLE_BLOCKS: usize = 16;
+/// Values of a block of 8-bit activations.
+const QUANTIZED_BLOCK: usize = 32;
 /// `MAX_SEQUENCES` of the device code of decode.
 const MAX_SEQUENCES: usize = 1024;
 
@@ -194,9 +196,6 @@ impl Attention {
     }
 }
 
-/// Values of a block of 8-bit activations.
-const QUANTIZED_BLOCK: usize = 32;
-
 fn num_blocks(sequence: &ops::AttentionSequence<'_>, spec: &KvCacheSpec) -> usize {
     (sequence.first_position + sequence.num_tokens).div_ceil(spec.block_size)
 }
@@ -233,8 +232,7 @@ impl AttentionCall {
     /// Options that both kernels are compiled with.
     fn options(&self) -> Vec<String> {
         let mut options = self.cache.options();
-        options
-            .push(format!("-DQUERY_FLOAT={}", u8::from(self.queries.element == super::rope_and_store::Element::F32)));
+        options.push(format!("-DQUERY_FLOAT={}", u8::from(self.queries.element == Element::F32)));
         options
     }
 }

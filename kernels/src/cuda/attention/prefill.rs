@@ -4,7 +4,7 @@
 use super::{AttentionCall, MAX_DECODE_TOKENS, pair};
 use crate::{
     KernelError,
-    cuda::{Argument, Gpu, Launch, sources::Source},
+    cuda::{Argument, Gpu, Launch, context::GpuLimits, sources::Source},
 };
 
 /// Device code for all GPUs.
@@ -23,7 +23,10 @@ pub const HOPPER_SOURCE: Source = Source {
     text: include_str!("../../../cuda/attention_prefill_hopper.cu"),
     variants: &[
         &["-DHEAD_DIM=128", "-DBLOCK_SIZE=16", "-DBFLOAT=0", "-DQUERY_FLOAT=0", "-DTILE_ROWS=128", "-DTILE_KEYS=128"],
+        &["-DHEAD_DIM=64", "-DBLOCK_SIZE=16", "-DBFLOAT=1", "-DQUERY_FLOAT=1", "-DTILE_ROWS=128", "-DTILE_KEYS=128"],
         &["-DHEAD_DIM=80", "-DBLOCK_SIZE=32", "-DBFLOAT=1", "-DQUERY_FLOAT=1", "-DTILE_ROWS=128", "-DTILE_KEYS=128"],
+        &["-DHEAD_DIM=96", "-DBLOCK_SIZE=16", "-DBFLOAT=0", "-DQUERY_FLOAT=1", "-DTILE_ROWS=128", "-DTILE_KEYS=128"],
+        &["-DHEAD_DIM=256", "-DBLOCK_SIZE=16", "-DBFLOAT=0", "-DQUERY_FLOAT=1", "-DTILE_ROWS=128", "-DTILE_KEYS=64"],
     ],
 };
 
@@ -45,10 +48,10 @@ struct Plan {
 }
 
 impl Plan {
-    fn new(gpu: &Gpu, head_dim: usize) -> Self {
+    fn new(limits: &GpuLimits, head_dim: usize) -> Self {
         let is_wide = head_dim <= MAX_WIDE_HEAD_DIM;
-        if gpu.limits().compute_capability == HOPPER && HOPPER_HEAD_DIMS.contains(&head_dim) {
-            let (tile_keys, max_blocks) = (if is_wide { 128 } else { 64 }, gpu.limits().num_multiprocessors as usize);
+        if limits.compute_capability == HOPPER && HOPPER_HEAD_DIMS.contains(&head_dim) {
+            let (tile_keys, max_blocks) = (if is_wide { 128 } else { 64 }, limits.num_multiprocessors as usize);
             return Self { source: &HOPPER_SOURCE, tile_rows: 128, tile_keys, threads: 384, max_blocks };
         }
         let (tile_rows, tile_keys) = if is_wide { (128, 64) } else { (64, 32) };
@@ -68,13 +71,13 @@ impl Plan {
 
 /// Query rows (tokens times heads of a group) of a block.
 pub(super) fn tile_rows(gpu: &Gpu, head_dim: usize) -> usize {
-    Plan::new(gpu, head_dim).tile_rows
+    Plan::new(gpu.limits(), head_dim).tile_rows
 }
 
 /// Starts the kernel for the sequences that are not decoded.
 pub(super) fn launch(gpu: &Gpu, call: &AttentionCall) -> Result<(), KernelError> {
     let spec = &call.batch.spec;
-    let plan = Plan::new(gpu, spec.head_dim);
+    let plan = Plan::new(gpu.limits(), spec.head_dim);
     let shared_bytes = plan.shared_bytes(spec.head_dim);
     let kernel = gpu.kernel(plan.source, &[call.options(), plan.options()].concat(), "attention_prefill")?;
     kernel.allow_shared_bytes(gpu, shared_bytes)?;
@@ -86,4 +89,20 @@ pub(super) fn launch(gpu: &Gpu, call: &AttentionCall) -> Result<(), KernelError>
     // SAFETY: the structure `Call` of the kernel. `stage` checked every address of the batch against the cache, the
     // caller the rows.
     unsafe { kernel.launch(gpu, launch, &[Argument::Struct(bytemuck::cast_slice(&argument))]) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::context::tests::limits_of_every_kind;
+
+    #[test]
+    fn tiles_fit_every_gpu() {
+        for limits in limits_of_every_kind() {
+            for head_dim in (16..=256).step_by(16) {
+                let shared_bytes = Plan::new(&limits, head_dim).shared_bytes(head_dim);
+                assert!(shared_bytes <= limits.max_shared_bytes, "{shared_bytes} bytes of {head_dim} on {limits:?}");
+            }
+        }
+    }
 }
