@@ -3,6 +3,8 @@
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used, missing_docs, reason = "a failure is what a test reports")]
 
+mod blocks;
+
 use std::{
     sync::{
         Arc, Condvar, Mutex,
@@ -11,11 +13,13 @@ use std::{
     time::{Duration, Instant},
 };
 
+use blocks::random_matrix;
+use lockstep_formats::GgmlType;
 use lockstep_kernels::{
     Device, KernelError,
     cpu::CpuDevice,
     cuda::{CudaCommunicator, CudaDevice, CudaTensor, KernelCache},
-    group::{Collective, Group},
+    group::{Collective, Group, Sum},
     reference,
 };
 
@@ -138,6 +142,46 @@ fn cuda_two_gpus_add_up() {
 #[ignore = "needs 4 CUDA GPUs"]
 fn cuda_four_gpus_add_up() {
     check_sums(4);
+}
+
+/// Sums of products that are so long that they travel in f16, for both ways to multiply batches.
+fn check_long_sums(world_size: usize) {
+    const COLUMNS: usize = 256;
+    for (num_tokens, rows) in [(512, 8192), (1100, 4096)] {
+        let results =
+            with_ranks(world_size, Duration::from_secs(30), &End::default(), |rank, mut device, communicator| {
+                let weight = device.linear(vec![random_matrix(GgmlType::Q8_0, rows, COLUMNS, rank as u64)]).unwrap();
+                let mut input = device.tensor(num_tokens, COLUMNS).unwrap();
+                fill(&mut device, num_tokens, &mut input, |index| (value(rank, index, 1) * 0.01).sin());
+                let mut hidden = device.tensor(num_tokens, rows).unwrap();
+                device.matmul_add::<KernelError>(num_tokens, &weight, &input, &mut hidden, Sum::Own).unwrap();
+                let own = values(&mut device, num_tokens, &mut hidden).unwrap();
+                fill(&mut device, num_tokens, &mut hidden, |index| (index % 1000) as f32);
+                let sum = Sum::Devices(&communicator);
+                device.matmul_add::<KernelError>(num_tokens, &weight, &input, &mut hidden, sum).unwrap();
+                (own, values(&mut device, num_tokens, &mut hidden).unwrap())
+            });
+        for (index, sum) in results[0].1.iter().enumerate() {
+            assert!(results.iter().all(|(_, other)| other[index].to_bits() == sum.to_bits()), "value {index}");
+            let exact: f64 = results.iter().map(|(own, _)| f64::from(own[index])).sum::<f64>() + (index % 1000) as f64;
+            let magnitude: f32 = results.iter().map(|(own, _)| own[index].abs()).sum();
+            // Each product and each sum on the way is rounded to 11 bits, the residual stream to 24.
+            let bound = magnitude * world_size as f32 / 2048.0 + 1e-3;
+            assert!((f64::from(*sum) - exact).abs() < f64::from(bound), "value {index}: {sum}, expected {exact}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs 2 CUDA GPUs"]
+fn cuda_two_gpus_add_long_sums_up() {
+    check_long_sums(2);
+}
+
+#[test]
+#[ignore = "needs 4 CUDA GPUs"]
+fn cuda_four_gpus_add_long_sums_up() {
+    check_long_sums(4);
 }
 
 #[test]

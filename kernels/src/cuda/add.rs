@@ -1,42 +1,56 @@
-//! Adds to the residual stream what the host has summed over the ranks, on CUDA. Device code: `cuda/add.cu`.
-//! For: [`CudaDevice`](super::CudaDevice) where ranks meet on the host.
+//! Adds to the residual stream what was summed over the ranks, on CUDA. Device code: `cuda/add.cu`.
+//! For: [`CudaDevice`](super::CudaDevice) where ranks meet on the host, or GPUs add long sums up in f16.
 
 use std::sync::Arc;
 
-use super::{DeviceBuffer, Gpu, Kernel, Launch, sources::Source};
+use super::{DeviceBuffer, Gpu, Launch, sources::Source};
 use crate::KernelError;
 
 /// Device code.
-pub const SOURCE: Source = Source { name: "add.cu", text: include_str!("../../cuda/add.cu"), variants: &[] };
+pub const SOURCE: Source =
+    Source { name: "add.cu", text: include_str!("../../cuda/add.cu"), variants: &[&["-DHALVES=0"], &["-DHALVES=1"]] };
 
 const NUM_THREADS: usize = 256;
+/// Values of a thread.
+const WIDTH: usize = 8;
 
-/// The loaded kernel.
+/// `hidden[i] += addend[i]`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AddCall {
+    /// Values.
+    pub len: usize,
+    /// Whether the addend is f16, else f32.
+    pub is_half: bool,
+    /// `[len]`
+    pub addend: Arc<DeviceBuffer>,
+    /// `[len]` f32.
+    pub hidden: Arc<DeviceBuffer>,
+}
+
+/// The launcher.
 pub struct Add {
     gpu: Arc<Gpu>,
-    kernel: Kernel,
 }
 
 impl Add {
-    /// Loads it.
-    ///
-    /// # Errors
-    /// [`KernelError::Device`] if it does not compile.
-    pub fn new(gpu: &Arc<Gpu>) -> Result<Self, KernelError> {
-        Ok(Self { gpu: Arc::clone(gpu), kernel: gpu.kernel(&SOURCE, &[], "add")? })
+    /// Of a GPU; kernels are compiled when they are first wanted.
+    pub fn new(gpu: &Arc<Gpu>) -> Self {
+        Self { gpu: Arc::clone(gpu) }
     }
 
-    /// Starts `hidden[i] += addend[i]` for the first `len` f32 values.
+    /// Starts it.
     ///
     /// # Errors
     /// [`KernelError::Shape`] if a buffer is too small, [`KernelError::Device`] if the launch fails.
-    pub fn launch(&self, len: usize, addend: &DeviceBuffer, hidden: &DeviceBuffer) -> Result<(), KernelError> {
-        for (what, buffer) in [("bytes of the addend", addend), ("bytes of the hidden rows", hidden)] {
-            buffer.expect_bytes("add", what, len * size_of::<f32>())?;
-        }
-        let launch = Launch::blocks(len.div_ceil(NUM_THREADS) as u32, NUM_THREADS as u32);
-        let arguments = [addend.into(), (len as u32).into(), hidden.into()];
-        // SAFETY: the kernel's arguments; it touches `len` values, which the buffers have.
-        unsafe { self.kernel.launch(&self.gpu, launch, &arguments) }
+    pub fn launch(&self, call: &AddCall) -> Result<(), KernelError> {
+        let AddCall { len, is_half, ref addend, ref hidden } = *call;
+        let element_bytes = if is_half { size_of::<u16>() } else { size_of::<f32>() };
+        addend.expect_bytes("add", "bytes of the addend", len * element_bytes)?;
+        hidden.expect_bytes("add", "bytes of the hidden rows", len * size_of::<f32>())?;
+        let kernel = self.gpu.kernel(&SOURCE, &[format!("-DHALVES={}", u32::from(is_half))], "add")?;
+        let launch = Launch::blocks(len.div_ceil(NUM_THREADS * WIDTH) as u32, NUM_THREADS as u32);
+        let arguments = [(&**addend).into(), (len as u32).into(), (&**hidden).into()];
+        // SAFETY: the kernel's arguments; it touches `len` values, which the buffers have, from their start on.
+        unsafe { kernel.launch(&self.gpu, launch, &arguments) }
     }
 }

@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use super::{
-    CollectiveCall, CudaCommunicator, DeviceBuffer, Gpu,
-    add::Add,
+    CollectiveCall, CudaCommunicator, Gpu,
+    add::{Add, AddCall},
     attention::{Attention, AttentionCall},
     convert::{Convert, ConvertCall},
     gather_rows::{GatherRows, GatherRowsCall},
@@ -21,11 +21,7 @@ use crate::KernelError;
 /// A launch.
 #[derive(Debug, PartialEq)]
 pub(super) enum Call {
-    Add {
-        len: usize,
-        addend: Arc<DeviceBuffer>,
-        hidden: Arc<DeviceBuffer>,
-    },
+    Add(AddCall),
     Attention(AttentionCall),
     Collective(CollectiveCall),
     Convert(ConvertCall),
@@ -56,7 +52,7 @@ pub(super) struct Launchers {
 impl Launchers {
     pub fn new(gpu: &Arc<Gpu>) -> Result<Self, KernelError> {
         Ok(Self {
-            add: Add::new(gpu)?,
+            add: Add::new(gpu),
             attention: Attention::new(gpu)?,
             convert: Convert::new(gpu)?,
             gather_rows: GatherRows::new(gpu)?,
@@ -69,7 +65,7 @@ impl Launchers {
 
     pub fn launch(&self, call: &Call) -> Result<(), KernelError> {
         match call {
-            Call::Add { len, addend, hidden } => self.add.launch(*len, addend, hidden),
+            Call::Add(call) => self.add.launch(call),
             Call::Attention(call) => self.attention.launch(call),
             Call::Collective(call) => CudaCommunicator::launch(call),
             Call::Convert(call) => self.convert.launch(call),

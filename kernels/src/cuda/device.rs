@@ -11,6 +11,7 @@ use lockstep_formats::Dtype;
 use super::{
     Activations, CollectiveCall, CudaCommunicator, CudaKvCache, CudaTensor, DeviceBuffer, Gpu, HalfType, KernelCache,
     Staging,
+    add::AddCall,
     attention::{AttentionCall, Batch},
     call::Call,
     convert::ConvertCall,
@@ -30,6 +31,10 @@ use crate::{
     ops::{Attention, Candidates, Epilogue, HostMatrix, RopeAndStore, RopeTable, SampleRow},
 };
 
+/// Values from which on a sum over GPUs takes so long that its products travel in f16: 512 tokens of 8,192. What a long
+/// step computes is rounded to 16 bits before and after them, too.
+const LONG_SUM: usize = 4 << 20;
+
 /// An opened GPU with its kernels.
 pub struct CudaDevice {
     name: String,
@@ -41,6 +46,8 @@ pub struct CudaDevice {
     ropes: Vec<(RopeTable, CudaRope)>,
     /// This rank's shares of sums over the ranks.
     partial: CudaTensor,
+    /// This rank's products of long sums over GPUs, f16.
+    products: Arc<DeviceBuffer>,
     /// The way of weights to the GPU, given up when steps begin.
     staging: RefCell<Option<Staging>>,
     /// Samples rows that want more candidates than the GPU can sort.
@@ -68,6 +75,7 @@ impl CudaDevice {
             staged: Staged::default(),
             ropes: Vec::new(),
             partial: CudaTensor::zeroed(&gpu, 0, 0)?,
+            products: Arc::new(DeviceBuffer::uninit(&gpu, 0)?),
             staging: RefCell::default(),
             team: Team::new(1)?,
             gpu,
@@ -97,6 +105,30 @@ impl CudaDevice {
         }
         let (weight, input) = (Arc::clone(weight), activations);
         self.steps.push(Call::Matmul(MatmulCall { num_tokens, weight, input, target, output }))
+    }
+
+    /// `hidden += sum over all ranks of input × weightᵀ` with the products in f16, which take half the time on the way.
+    fn add_long_sum(
+        &mut self,
+        num_tokens: usize,
+        weight: &Arc<CudaLinear>,
+        input: &CudaTensor,
+        hidden: &mut CudaTensor,
+        communicator: &Arc<CudaCommunicator>,
+    ) -> Result<(), KernelError> {
+        let (width, len) = (weight.rows(), num_tokens * weight.rows());
+        if self.products.num_bytes() < len * size_of::<u16>() {
+            self.products = Arc::new(DeviceBuffer::uninit(&self.gpu, len * size_of::<u16>())?);
+        }
+        let (communicator, values) = (Arc::clone(communicator), Arc::clone(&self.products));
+        let halves = Some((HalfType::F16, Arc::clone(&values)));
+        let output = Activations { columns: width, tiles: None, halves, values: None };
+        self.push_matmul(num_tokens, weight, input, Target::Store, output)?;
+        let collective = Collective::AllReduce;
+        let addend = Arc::clone(&values);
+        self.steps.push(Call::Collective(CollectiveCall { communicator, collective, len, values, is_half: true }))?;
+        let hidden = Arc::clone(hidden.overwrite());
+        self.steps.push(Call::Add(AddCall { len, is_half: true, addend, hidden }))
     }
 
     fn rope_addresses(
@@ -225,7 +257,7 @@ impl Device for CudaDevice {
         let len = num_tokens * tensor.width();
         let values = if let Collective::Send { .. } = collective { tensor.values() } else { tensor.overwrite() };
         let (communicator, values) = (Arc::clone(communicator), Arc::clone(values));
-        self.steps.push(Call::Collective(CollectiveCall { communicator, collective, len, values }))
+        self.steps.push(Call::Collective(CollectiveCall { communicator, collective, len, values, is_half: false }))
     }
 
     fn prepare<E: From<KernelError>>(&mut self, body: impl FnOnce(&mut Self) -> Result<(), E>) -> Result<(), E> {
@@ -328,6 +360,9 @@ impl Device for CudaDevice {
                 return Ok(self.push_matmul(num_tokens, weight, input, Target::Add, output)?);
             }
             Sum::Hosts(all_reduce) => all_reduce,
+            Sum::Devices(communicator) if num_tokens * width >= LONG_SUM => {
+                return Ok(self.add_long_sum(num_tokens, weight, input, hidden, communicator)?);
+            }
             Sum::Devices(communicator) => {
                 // The residual stream travels in the first rank's share.
                 let target = if communicator.rank() == 0 { Target::Add } else { Target::Store };
@@ -347,7 +382,7 @@ impl Device for CudaDevice {
         let sums: Vec<f32> = sums.into_iter().map(|sum| sum as f32).collect();
         partial.write(0, &sums)?;
         let hidden = Arc::clone(hidden.overwrite());
-        Ok(self.steps.push(Call::Add { len: num_tokens * width, addend: partial, hidden })?)
+        Ok(self.steps.push(Call::Add(AddCall { len: num_tokens * width, is_half: false, addend: partial, hidden }))?)
     }
 
     fn rope_and_store(

@@ -49,16 +49,18 @@ pub struct CollectiveCall {
     pub communicator: Arc<CudaCommunicator>,
     /// What.
     pub collective: Collective,
-    /// With the first so many f32 values
+    /// With the first so many values
     pub len: usize,
     /// of this buffer.
     pub values: Arc<DeviceBuffer>,
+    /// Whether they are f16, else f32.
+    pub is_half: bool,
 }
 
 impl CollectiveCall {
     /// Who makes it, if not NCCL: all ranks come to the same answer.
     fn one_shot(&self) -> Option<&OneShot> {
-        let is_sum = self.collective == Collective::AllReduce;
+        let is_sum = self.collective == Collective::AllReduce && !self.is_half;
         self.communicator.one_shot.as_ref().filter(|one_shot| is_sum && self.len <= one_shot.max_len())
     }
 
@@ -148,9 +150,10 @@ impl CudaCommunicator {
     /// [`KernelError::Shape`] if the buffer is too small, [`KernelError::OutOfRange`] for a peer that is not there,
     /// [`KernelError::Device`] if the communicator is or gets aborted.
     pub fn launch(call: &CollectiveCall) -> Result<(), KernelError> {
-        let CollectiveCall { communicator, collective, len, values } = call;
+        let CollectiveCall { communicator, collective, len, values, is_half } = call;
         let (operation, Self { gpu, group, .. }) = ("collective", &**communicator);
-        values.expect_bytes(operation, "bytes of the values", len * size_of::<f32>())?;
+        let element_bytes = if *is_half { size_of::<u16>() } else { size_of::<f32>() };
+        values.expect_bytes(operation, "bytes of the values", len * element_bytes)?;
         if let Collective::Send { peer } | Collective::Receive { peer } = *collective
             && peer >= group.world_size
         {
@@ -167,7 +170,8 @@ impl CudaCommunicator {
         }
         if let State::Open(nccl) = &*communicator.lock() {
             // SAFETY: the length was checked; the call shares the buffer, and lives as long as its recording.
-            unsafe { nccl.enqueue(gpu, *collective, values.pointer(), *len) }.map_err(|what| gpu.error(what))?;
+            unsafe { nccl.enqueue(gpu, *collective, values.pointer(), *len, *is_half) }
+                .map_err(|what| gpu.error(what))?;
         }
         communicator.wait_ready()
     }

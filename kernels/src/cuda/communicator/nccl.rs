@@ -78,7 +78,7 @@ impl Nccl {
         Ok(state != ncclResult_t::ncclInProgress)
     }
 
-    /// Adds `collective` over `len` f32 values at `values` to the GPU's stream.
+    /// Adds `collective` over `len` values at `values` to the GPU's stream.
     ///
     /// # Safety
     /// So many values lie there, and live until the work is done.
@@ -88,27 +88,28 @@ impl Nccl {
         collective: Collective,
         values: DevicePointer,
         len: usize,
+        is_half: bool,
     ) -> Result<(), String> {
         let stream: cudaStream_t = gpu.stream().cu_stream().cast();
         let values = std::ptr::with_exposed_provenance_mut(values.0 as usize);
         let peer = |peer: usize| c_int::try_from(peer).map_err(|_| format!("there is no rank {peer}"));
-        let f32 = ncclDataType_t::ncclFloat32;
+        let element = if is_half { ncclDataType_t::ncclFloat16 } else { ncclDataType_t::ncclFloat32 };
         match collective {
             Collective::AllReduce => {
                 let sum = ncclRedOp_t::ncclSum;
                 // SAFETY: the caller's promise; in place is allowed.
-                let result = unsafe { ncclAllReduce(values, values, len, f32, sum, self.0, stream) };
+                let result = unsafe { ncclAllReduce(values, values, len, element, sum, self.0, stream) };
                 done("ncclAllReduce", result)
             }
             Collective::Send { peer: to } => {
                 let to = peer(to)?;
                 // SAFETY: the caller's promise.
-                done("ncclSend", unsafe { ncclSend(values, len, f32, to, self.0, stream) })
+                done("ncclSend", unsafe { ncclSend(values, len, element, to, self.0, stream) })
             }
             Collective::Receive { peer: from } => {
                 let from = peer(from)?;
                 // SAFETY: the caller's promise.
-                done("ncclRecv", unsafe { ncclRecv(values, len, f32, from, self.0, stream) })
+                done("ncclRecv", unsafe { ncclRecv(values, len, element, from, self.0, stream) })
             }
         }
     }

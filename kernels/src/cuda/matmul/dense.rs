@@ -70,8 +70,13 @@ impl Dense<'_> {
 
     fn products(&self, is_added: bool) -> Result<(), KernelError> {
         let Self { gpu, layer, num_tokens, output, .. } = *self;
+        // f16 weights and activations are multiplied into f16 as well.
+        let is_half = output.values.0 == 0
+            && output.half_type == Some(HalfType::F16)
+            && matches!(layer.plain_type(), None | Some(GgmlType::F16));
+        let element_bytes = if is_half { size_of::<u16>() } else { size_of::<f32>() };
         let scratch;
-        let mut values = output.values;
+        let mut values = if is_half { output.halves } else { output.values };
         if values.0 == 0 {
             scratch = ScratchBuffer::new(gpu, num_tokens * output.columns * size_of::<f32>())?;
             values = scratch.pointer();
@@ -81,15 +86,15 @@ impl Dense<'_> {
             for first in (0..part.rows).step_by(piece_rows) {
                 let rows = first..part.rows.min(first + piece_rows);
                 let weights = Weights::new(self, &[(part, rows.clone())])?;
-                let offset = (part.first_row + first) * size_of::<f32>();
+                let offset = (part.first_row + first) * element_bytes;
                 self.multiply(
                     weights.pointers[0],
                     rows.len(),
-                    Output { pointer: values.offset_bytes(offset), columns: output.columns, is_half: false, is_added },
+                    Output { pointer: values.offset_bytes(offset), columns: output.columns, is_half, is_added },
                 )?;
             }
         }
-        if output.halves.0 == 0 || is_added {
+        if output.halves.0 == 0 || is_half || is_added {
             return Ok(());
         }
         let products = Products { pointer: values, is_half: false, columns: output.columns, first_column: 0 };
