@@ -1,7 +1,7 @@
 //! Sums over the GPUs of this machine, in microseconds an operation inside a recorded graph; and the sum, the residual
 //! and the norm of a layer in one kernel beside two.
 //! Run: `cargo bench -p lockstep-kernels --features cuda --bench cuda_all_reduce` on a machine with two or more GPUs;
-//! with fewer it fails.
+//! without any it fails, with one it says that nothing was measured.
 
 #![allow(clippy::unwrap_used, missing_docs, reason = "a failure is what a benchmark reports")]
 
@@ -42,7 +42,7 @@ fn measure(member: &Member<'_>, launch: impl Fn() -> Result<(), KernelError>) ->
 
 fn sums(member: &Member<'_>) {
     let ranks = &member.ranks;
-    for kibibytes in [8_usize, 16, 32, 64, 128, 256, 512, 1024] {
+    for kibibytes in [8_usize, 16, 32, 64, 128, 256, 512, 1024, 2048] {
         let len = kibibytes << 8;
         let values = DeviceBuffer::zeroed(&member.gpu, len * 4).unwrap();
         if len <= ranks.max_len() {
@@ -81,7 +81,9 @@ fn norms(member: &Member<'_>) {
 
 fn main() {
     let num_gpus = probe::num_devices().unwrap();
-    assert!(num_gpus >= 2, "{num_gpus} GPUs, expected two or more");
+    if num_gpus < 2 {
+        println!("not measured: it takes two GPUs, {num_gpus} is here");
+    }
     for world_size in [2, 4, 8].into_iter().filter(|world_size| *world_size <= num_gpus) {
         group::run(world_size, |member| {
             sums(&member);

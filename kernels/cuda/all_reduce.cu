@@ -38,13 +38,14 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // hidden = the sum of `hidden` over the ranks, [num_tokens, output.columns]; output = the RMS norm of hidden.
 // Launch: a cluster a token, at most MAX_BLOCKS blocks.
-extern "C" __global__ void __launch_bounds__(CLUSTER > 1 ? 512 : 1024)
+extern "C" __global__ void __launch_bounds__(CLUSTER > 1 ? MAX_CLUSTER_THREADS : 1024)
 #if CLUSTER > 1
     __cluster_dims__(CLUSTER, 1, 1)
 #endif
     all_reduce_norm(float* hidden, const float* __restrict__ weight, float epsilon,
                     const __grid_constant__ Activations output, const __grid_constant__ Ranks ranks) {
     allow_next();
+    arrive_at_cluster();
     const uint32_t width = output.columns, token = blockIdx.x / CLUSTER;
     float* row = hidden + (size_t)token * width;
     const auto chunk_at = [&](uint32_t column) { return (token * width + column) / 4; };

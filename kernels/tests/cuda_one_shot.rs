@@ -282,26 +282,40 @@ fn two_gpus_sum_while_memory_and_kernels_come_and_go() {
 #[test]
 #[ignore = "needs two CUDA GPUs"]
 fn two_gpus_abort_ends_the_wait_for_a_rank_that_never_comes() {
-    const NUM_SUMS: usize = 200;
+    const NUM_SUMS: usize = 2000;
     const LEN: usize = 4096;
+    let abort_in = |ranks: &Arc<OneShot>, milliseconds| {
+        let ranks = Arc::clone(ranks);
+        thread::spawn(move || {
+            thread::sleep(Duration::from_millis(milliseconds));
+            ranks.abort();
+            Instant::now()
+        })
+    };
     group::run(2, |Member { gpu, ranks, rank, meeting }| {
-        let values = DeviceBuffer::zeroed(&gpu, LEN * 4).unwrap();
+        let values = gpu::upload(&gpu, &[1.0_f32; LEN]);
         ranks.all_reduce(LEN, &values).unwrap();
         let graph = Graph::record(&gpu, || (0..NUM_SUMS).try_for_each(|_| ranks.all_reduce(LEN, &values))).unwrap();
         gpu.synchronize().unwrap();
         if rank == 0 {
             graph.replay().unwrap();
-            let abort = Arc::clone(&ranks);
-            let aborting = thread::spawn(move || {
-                thread::sleep(Duration::from_millis(300));
-                abort.abort();
-                Instant::now()
-            });
+            let aborting = abort_in(&ranks, 300);
             gpu.synchronize().unwrap();
             let took = aborting.join().unwrap().elapsed();
             println!("{NUM_SUMS} sums ended {took:?} after the abort");
-            assert!(took < Duration::from_secs(2), "{took:?}");
+            assert!(took < Duration::from_millis(500), "{took:?}");
             assert!(ranks.all_reduce(LEN, &values).unwrap_err().to_string().contains("aborted"));
+        }
+        meeting.wait();
+        if rank == 1 {
+            // What was sent before the abort is a sum; what was launched behind it has sent nothing.
+            ranks.all_reduce(LEN, &values).unwrap();
+            assert_eq!(gpu::download::<f32>(&values, LEN), [4.0; LEN]);
+            ranks.all_reduce(LEN, &values).unwrap();
+            let aborting = abort_in(&ranks, 200);
+            gpu.synchronize().unwrap();
+            let ended = Instant::now();
+            assert!(ended > aborting.join().unwrap(), "a sum with an aborted rank");
         }
         meeting.wait();
     });
@@ -341,14 +355,17 @@ const PROCESS_STEPS: u32 = 500;
 /// One rank in a process of its own. Rank 0 runs in the test's process and passes the messages of all others on.
 struct ProcessRank {
     rank: usize,
+    /// Its GPU, as it sees them.
+    ordinal: usize,
     /// To all others, or of others to rank 0.
     links: Vec<TcpStream>,
     children: Vec<Child>,
 }
 
 impl ProcessRank {
-    /// Starts the other ranks: this test again, in other processes. There it is one of those.
-    fn start(world_size: usize, test: &str) -> Self {
+    /// Starts the other ranks: this test again, in other processes, which see all GPUs or their own alone. There it is
+    /// one of those.
+    fn start(world_size: usize, test: &str, sees_all: bool) -> Self {
         if let (Ok(address), Ok(rank)) = (std::env::var(ADDRESS), std::env::var(RANK)) {
             let mut link = TcpStream::connect(address).unwrap();
             send(&mut link, rank.as_bytes()).unwrap();
@@ -357,11 +374,16 @@ impl ProcessRank {
                 thread::sleep(Duration::from_secs(90));
                 std::process::exit(1);
             });
-            return Self { rank: rank.parse().unwrap(), links: vec![link], children: Vec::new() };
+            let rank = rank.parse().unwrap();
+            return Self { rank, ordinal: if sees_all { rank } else { 0 }, links: vec![link], children: Vec::new() };
         }
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let child = |rank: usize| {
-            Command::new(std::env::current_exe().unwrap())
+            let mut command = Command::new(std::env::current_exe().unwrap());
+            if !sees_all {
+                command.env("CUDA_VISIBLE_DEVICES", rank.to_string());
+            }
+            command
                 .args(["--ignored", "--exact", "--nocapture", test])
                 .env(ADDRESS, listener.local_addr().unwrap().to_string())
                 .env(RANK, rank.to_string())
@@ -379,7 +401,7 @@ impl ProcessRank {
             })
             .collect();
         links.sort_by_key(|(rank, _)| *rank);
-        Self { rank: 0, links: links.into_iter().map(|(_, link)| link).collect(), children }
+        Self { rank: 0, ordinal: 0, links: links.into_iter().map(|(_, link)| link).collect(), children }
     }
 
     fn exchange(&mut self, world_size: usize, message: &[u8]) -> std::io::Result<Vec<Vec<u8>>> {
@@ -396,7 +418,7 @@ impl ProcessRank {
     }
 
     fn join(&mut self, world_size: usize) -> (Arc<Gpu>, OneShot) {
-        let gpu = Gpu::open(self.rank, KernelCache::default()).unwrap();
+        let gpu = Gpu::open(self.ordinal, KernelCache::default()).unwrap();
         let rank = self.rank;
         let ranks = OneShot::join(&gpu, rank, world_size, &mut |message| self.exchange(world_size, message)).unwrap();
         assert!(ranks.is_some(), "memory of other processes cannot be opened");
@@ -417,8 +439,8 @@ fn receive(link: &mut TcpStream) -> std::io::Result<Vec<u8>> {
     Ok(message)
 }
 
-fn processes_sum(world_size: usize, test: &str) {
-    let mut process = ProcessRank::start(world_size, test);
+fn processes_sum(world_size: usize, test: &str, sees_all: bool) {
+    let mut process = ProcessRank::start(world_size, test, sees_all);
     let (gpu, ranks) = process.join(world_size);
     let sums = replay_sums(&gpu, &ranks, process.rank, &PROCESS_LENS, PROCESS_STEPS, |_| ());
     // None closes before all are done.
@@ -434,13 +456,19 @@ fn processes_sum(world_size: usize, test: &str) {
 #[test]
 #[ignore = "needs two CUDA GPUs"]
 fn two_gpus_of_two_processes_sum() {
-    processes_sum(2, "two_gpus_of_two_processes_sum");
+    processes_sum(2, "two_gpus_of_two_processes_sum", true);
+}
+
+#[test]
+#[ignore = "needs two CUDA GPUs"]
+fn two_gpus_of_processes_that_see_one_sum() {
+    processes_sum(2, "two_gpus_of_processes_that_see_one_sum", false);
 }
 
 #[test]
 #[ignore = "needs four CUDA GPUs"]
 fn four_gpus_of_four_processes_sum() {
-    processes_sum(4, "four_gpus_of_four_processes_sum");
+    processes_sum(4, "four_gpus_of_four_processes_sum", true);
 }
 
 /// What is written to the memory of a process that is gone does no harm.
@@ -448,7 +476,7 @@ fn four_gpus_of_four_processes_sum() {
 #[ignore = "needs two CUDA GPUs"]
 fn two_gpus_outlive_the_process_of_one() {
     const LEN: usize = 4096;
-    let mut process = ProcessRank::start(2, "two_gpus_outlive_the_process_of_one");
+    let mut process = ProcessRank::start(2, "two_gpus_outlive_the_process_of_one", true);
     let (gpu, ranks) = process.join(2);
     let values = DeviceBuffer::zeroed(&gpu, LEN * 4).unwrap();
     ranks.all_reduce(LEN, &values).unwrap();

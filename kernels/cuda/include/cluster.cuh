@@ -30,10 +30,17 @@ __device__ __forceinline__ float load_from(const float* own, unsigned rank) {
                  : "=f"(value) : "r"((uint32_t)__cvta_generic_to_shared(own)), "r"(rank));
     return value;
 }
+
+// Writes to the same place in the shared memory of another block, which must have begun: see `arrive_at_cluster`.
+__device__ __forceinline__ void store_to(float* own, unsigned rank, float value) {
+    asm volatile("{.reg .u32 there; mapa.shared::cluster.u32 there, %0, %1; st.shared::cluster.f32 [there], %2;}"
+                 :: "r"((uint32_t)__cvta_generic_to_shared(own)), "r"(rank), "f"(value) : "memory");
+}
 #else
 __device__ __forceinline__ void arrive_at_cluster() {}
 __device__ __forceinline__ void wait_for_arrivals() {}
 __device__ __forceinline__ void wait_for_cluster() { __syncthreads(); }
 __device__ __forceinline__ unsigned place_in_cluster() { return 0; }
 __device__ __forceinline__ float load_from(const float* own, unsigned) { return *own; }
+__device__ __forceinline__ void store_to(float* own, unsigned, float value) { *own = value; }
 #endif

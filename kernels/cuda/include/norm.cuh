@@ -13,6 +13,7 @@
 #include "reduce.cuh"
 
 constexpr unsigned LANES = 8;  // of a block of 32 columns
+constexpr unsigned MAX_CLUSTER_THREADS = 512;  // of each block of a cluster
 
 // The largest of the eight lanes that share a block.
 __device__ __forceinline__ float block_max(float value) {
@@ -94,19 +95,19 @@ __device__ __forceinline__ void load_row(const float* row, uint32_t width, float
     }
 }
 
-// The sum over all threads of a row, in every thread. Followed by `wait_for_arrivals` before the block ends.
+// The sum over all threads of a row, in every thread. The kernel begins with `arrive_at_cluster`.
 __device__ __forceinline__ float row_sum(float value) {
-    __shared__ float sums[WARP];
+    __shared__ float sums[CLUSTER > 1 ? CLUSTER * MAX_CLUSTER_THREADS / WARP : WARP];
     const unsigned warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, num_warps = blockDim.x / WARP;
     value = warp_sum(value);
-    if (lane == 0) sums[warp] = value;
+    wait_for_arrivals();
+    // To all blocks, in a lane each: a barrier further on the sums are where they are read.
+    if (lane < CLUSTER) store_to(&sums[place_in_cluster() * num_warps + warp], lane, value);
+    __syncwarp();
     wait_for_cluster();
     value = 0.0f;
-    for (unsigned index = lane; index < CLUSTER * num_warps; index += WARP) {
-        value += load_from(&sums[index % num_warps], index / num_warps);
-    }
+    for (unsigned index = lane; index < CLUSTER * num_warps; index += WARP) value += sums[index];
     __syncwarp();
-    arrive_at_cluster();
     return warp_sum(value);
 }
 
@@ -127,5 +128,4 @@ __device__ __forceinline__ void norm_row(const float4 (&values)[CHUNKS], const f
                                  four.w * factor * scale.w};
         store_four(output, token, column_of(chunk), normed);
     }
-    wait_for_arrivals();
 }

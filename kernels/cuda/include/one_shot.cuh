@@ -19,7 +19,9 @@
 // each block sends before it waits. So some block can always go on: the first one that is not done on all ranks.
 //
 // A rank that never comes: after some thousand looks at a line the wait asks the host's abort flag now and then, and
-// leaves with wrong values when it is raised. The host does not use what an aborted communicator computed.
+// leaves with wrong values when it is raised. It notes that beside the epochs: whatever was launched behind it waits no
+// more, and sends nothing, so that no other rank takes for sums what was made of wrong values. The host does not use what
+// an aborted communicator computed.
 
 #pragma once
 
@@ -27,7 +29,7 @@
 
 constexpr unsigned MAX_WORLD_SIZE = 8;
 // Blocks of a launch: as many epochs are kept, one for each, all equal between launches.
-constexpr unsigned MAX_BLOCKS = 256;
+constexpr unsigned MAX_BLOCKS = 512;
 // Looks at a line between two looks at the abort flag, which lies in host memory: about half a millisecond.
 constexpr unsigned LOOKS = 1024;
 // Ranks whose lines are under way to registers together.
@@ -35,7 +37,7 @@ constexpr unsigned TOGETHER = 4;
 
 struct Ranks {
     uint4* inboxes[MAX_WORLD_SIZE];  // of each rank: [2, WORLD_SIZE, capacity] lines
-    uint32_t* epochs;  // [MAX_BLOCKS], of the latest operation
+    uint32_t* epochs;  // [MAX_BLOCKS], of the latest operation; behind them, whether one was left before its end
     const uint32_t* abort;
     uint32_t rank;
     uint32_t capacity;  // lines of a message
@@ -59,12 +61,19 @@ __device__ __forceinline__ uint4 read_line(const uint4* line) {
 // One operation, as the threads of a block see it. Begins after `wait_for_previous`.
 struct OneShot {
     const Ranks& ranks;
-    const uint32_t epoch;
+    uint32_t epoch;
+    bool was_left;
 
-    __device__ __forceinline__ explicit OneShot(const Ranks& ranks) : ranks(ranks), epoch(next_epoch(ranks)) {}
+    __device__ __forceinline__ explicit OneShot(const Ranks& ranks) : ranks(ranks) {
+        const volatile uint32_t* epochs = ranks.epochs;
+        const uint32_t latest = epochs[blockIdx.x];
+        was_left = epochs[MAX_BLOCKS] != 0;
+        epoch = latest + 1 == 0 ? 2 : latest + 1;
+    }
 
     // Sends four values to all other ranks, the next one first, so that not all write to one GPU.
     __device__ __forceinline__ void send(uint32_t chunk, float4 own) const {
+        if (was_left) return;
 #pragma unroll
         for (unsigned step = 1; step < WORLD_SIZE; ++step) {
             const unsigned other = (ranks.rank + step) % WORLD_SIZE;
@@ -117,11 +126,6 @@ struct OneShot {
     }
 
 private:
-    static __device__ __forceinline__ uint32_t next_epoch(const Ranks& ranks) {
-        const uint32_t epoch = *(const volatile uint32_t*)&ranks.epochs[blockIdx.x] + 1;
-        return epoch == 0 ? 2 : epoch;
-    }
-
     // In the inbox of `owner`, what `sender` writes in this epoch.
     __device__ __forceinline__ uint4* lines_of(unsigned owner, unsigned sender) const {
         return ranks.inboxes[owner] + (size_t)(epoch % 2 * WORLD_SIZE + sender) * ranks.capacity;
@@ -129,7 +133,11 @@ private:
 
     __device__ __forceinline__ void wait_for_line(const uint4* from, uint4& line) const {
         for (unsigned looks = 1; line.y != epoch || line.w != epoch; ++looks) {
-            if (looks % LOOKS == 0 && *(const volatile uint32_t*)ranks.abort != 0) return;
+            if (was_left) return;
+            if (looks % LOOKS == 0 && *(const volatile uint32_t*)ranks.abort != 0) {
+                ranks.epochs[MAX_BLOCKS] = 1;
+                return;
+            }
             line = read_line(from);
         }
     }

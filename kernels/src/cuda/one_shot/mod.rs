@@ -22,7 +22,7 @@ use crate::{
 /// Most ranks of a group: `MAX_WORLD_SIZE` of the device code.
 pub const MAX_WORLD_SIZE: usize = 8;
 /// Most blocks of a launch: `MAX_BLOCKS` of the device code.
-const MAX_BLOCKS: usize = 256;
+const MAX_BLOCKS: usize = 512;
 /// f32 values that a warp sends at a time, and the lines which they take.
 const WARP_VALUES: usize = 128;
 const WARP_LINES: usize = 64;
@@ -39,7 +39,7 @@ pub struct OneShot {
     max_len: usize,
     /// Of each rank; the own is among them.
     inboxes: Vec<PeerInbox>,
-    /// Of the latest operation, one for each block of a launch.
+    /// Of the latest operation, one for each block of a launch, and whether one was left before its end.
     epochs: DeviceBuffer,
     abort: PinnedFlag,
 }
@@ -47,7 +47,7 @@ pub struct OneShot {
 /// f32 values of the largest message: above, sending everything to everybody costs more than it saves.
 fn max_len(world_size: usize) -> usize {
     match world_size {
-        0..=2 => 256 << 10,
+        0..=2 => 512 << 10,
         3..=4 => 128 << 10,
         _ => 64 << 10,
     }
@@ -96,7 +96,7 @@ impl OneShot {
     }
 
     fn new(gpu: &Arc<Gpu>, rank: usize, inboxes: Vec<PeerInbox>) -> Result<Self, KernelError> {
-        let epochs = DeviceBuffer::zeroed(gpu, MAX_BLOCKS * size_of::<u32>())?;
+        let epochs = DeviceBuffer::zeroed(gpu, (MAX_BLOCKS + 1) * size_of::<u32>())?;
         let abort = PinnedFlag::new(gpu)?;
         // The inbox is zeroed, too, before others may write to it.
         gpu.synchronize()?;
@@ -199,7 +199,7 @@ mod tests {
     #[test]
     fn every_value_has_a_place() {
         // `first_line` of the device code, of the last chunk, and the line 32 further on.
-        for len in [1, 4, 127, 128, 129, 4096, 256 << 10] {
+        for len in [1, 4, 127, 128, 129, 4096, 512 << 10] {
             let chunk = (len - 1) / 4;
             assert!(chunk / 32 * 64 + chunk % 32 + 32 < num_lines(len), "{len}");
         }
