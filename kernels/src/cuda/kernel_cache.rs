@@ -7,11 +7,14 @@ use std::{
     io::Write,
     path::{Path, PathBuf},
     sync::atomic::{AtomicU64, Ordering},
+    time::{Duration, SystemTime},
 };
 
 use sha2::{Digest, Sha256};
 
 const DIGEST_BYTES: usize = 32;
+/// A write takes milliseconds: what is so old belongs to nobody.
+const LEFT_OVER_AFTER: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Key of an entry: a digest of everything that decides the cubin.
 pub type Key = [u8; DIGEST_BYTES];
@@ -56,6 +59,7 @@ fn write_renamed(path: &Path, cubin: &[u8]) -> std::io::Result<()> {
     static COUNTER: AtomicU64 = AtomicU64::new(0);
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder)?;
+        remove_left_over(folder, SystemTime::now() - LEFT_OVER_AFTER);
     }
     let unique = COUNTER.fetch_add(1, Ordering::Relaxed);
     let temporary = path.with_extension(format!("{}-{unique}.tmp", std::process::id()));
@@ -68,6 +72,18 @@ fn write_renamed(path: &Path, cubin: &[u8]) -> std::io::Result<()> {
         let _ = std::fs::remove_file(&temporary);
     }
     renamed
+}
+
+/// Removes what processes that ended in the middle of a write have left, last changed before `border`. What cannot be
+/// removed harms nobody.
+fn remove_left_over(folder: &Path, border: SystemTime) {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    for entry in entries.filter(|entry| entry.path().extension().is_some_and(|extension| extension == "tmp")) {
+        let changed = entry.metadata().and_then(|metadata| metadata.modified());
+        if changed.is_ok_and(|changed| changed < border) {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
 }
 
 #[cfg(test)]
@@ -90,6 +106,19 @@ mod tests {
         std::fs::write(&path, b"short").unwrap();
         assert_eq!(cache.load(&key), None);
         assert_eq!(KernelCache::default().load(&key), None);
+    }
+
+    #[test]
+    fn what_a_killed_process_left_is_removed_when_it_is_old() {
+        let folder = tempfile::tempdir().unwrap();
+        let [left_over, entry] = ["a.1-0.tmp", "b.cubin"].map(|name| folder.path().join(name));
+        for path in [&left_over, &entry] {
+            std::fs::write(path, b"x").unwrap();
+        }
+        remove_left_over(folder.path(), SystemTime::now() - LEFT_OVER_AFTER);
+        assert!(left_over.exists());
+        remove_left_over(folder.path(), SystemTime::now() + LEFT_OVER_AFTER);
+        assert!(!left_over.exists() && entry.exists());
     }
 
     #[test]

@@ -61,7 +61,7 @@ struct Settings {
     /// bf16, or, on the processor, f32. Sums are f32 with each; weights keep the types of the file [default: auto]
     #[arg(long, env = "LOCKSTEP_DTYPE", value_name = "TYPE")]
     dtype: Option<String>,
-    /// Folder of compiled GPU kernels, shared by workers [default: lockstep/kernels in $XDG_CACHE_HOME or ~/.cache]
+    /// Folder of compiled GPU kernels, shared by workers; it may be deleted at any time [default: lockstep/kernels in $XDG_CACHE_HOME or ~/.cache]
     #[arg(long, env = "LOCKSTEP_KERNEL_CACHE", value_name = "FOLDER")]
     kernel_cache: Option<PathBuf>,
     /// Devices (ranks) to make of the processor, where it is used [default: 1]
