@@ -113,7 +113,7 @@ fn shapes() -> Vec<Shape> {
 
 fn random() -> StdRng {
     let seed = rand::rng().random();
-    println!("seed {seed}");
+    println!("{}: seed {seed}", std::thread::current().name().unwrap_or_default());
     StdRng::seed_from_u64(seed)
 }
 
@@ -305,9 +305,9 @@ impl Scene {
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn rotation_and_store_agree_with_the_oracle() {
-    let (gpu, mut random) = (gpu::open(), random());
-    for shape in gpu::cases(shapes()) {
-        let scene = Scene::new(&gpu, shape, &[random.random_range(2..40)], &mut random);
+    gpu::side_by_side(gpu::cases(shapes()), |gpu, shape| {
+        let mut random = random();
+        let scene = Scene::new(gpu, shape, &[random.random_range(2..40)], &mut random);
         let num_tokens = scene.lengths()[0];
         let queries = scene.store(0, num_tokens);
         let want = scene.expected_rows(0, num_tokens);
@@ -324,7 +324,7 @@ fn rotation_and_store_agree_with_the_oracle() {
                 assert_close(&value, &row[value_at..][..head_dim], shape.tolerance(), &what);
             }
         }
-    }
+    });
 }
 
 #[test]
@@ -352,11 +352,11 @@ fn angles_hold_at_large_positions() {
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn attention_agrees_with_the_oracle() {
-    let (gpu, mut random) = (gpu::open(), random());
-    let attention = Attention::new(&gpu).unwrap();
-    for shape in gpu::cases(shapes()) {
+    gpu::side_by_side(gpu::cases(shapes()), |gpu, shape| {
+        let mut random = random();
+        let attention = Attention::new(gpu).unwrap();
         let lengths = [random.random_range(260..700), 1, random.random_range(2..40), 64, 65];
-        let scene = Scene::new(&gpu, shape, &lengths, &mut random);
+        let scene = Scene::new(gpu, shape, &lengths, &mut random);
         let queries: Vec<Vec<f32>> = (0..lengths.len()).map(|index| scene.store(index, lengths[index])).collect();
         let few = lengths.map(|length| random.random_range(1..=8.min(length)));
         let chunks = lengths.map(|length| random.random_range(1..=length));
@@ -365,21 +365,21 @@ fn attention_agrees_with_the_oracle() {
             let last = |index: usize| &queries[index][(lengths[index] - num_tokens[index]) * columns..];
             let rows: Vec<f32> = (0..lengths.len()).flat_map(last).copied().collect();
             let tiles = shape.head_dim % 32 == 0 && num_tokens.iter().all(|tokens| *tokens <= 8);
-            let call = scene.call(&mut StepInputs::new(&gpu).unwrap(), &num_tokens, &rows, tiles);
+            let call = scene.call(&mut StepInputs::new(gpu).unwrap(), &num_tokens, &rows, tiles);
             attention.launch(&call).unwrap();
             scene.assert_output(&call.output, &scene.expected(&num_tokens, &rows), &format!("{num_tokens:?}"));
         }
-    }
+    });
 }
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn one_launch_rotates_stores_and_attends() {
-    let (gpu, mut random) = (gpu::open(), random());
-    let attention = Attention::new(&gpu).unwrap();
-    for shape in gpu::cases(shapes()) {
+    gpu::side_by_side(gpu::cases(shapes()), |gpu, shape| {
+        let mut random = random();
+        let attention = Attention::new(gpu).unwrap();
         let lengths = [random.random_range(260..700), 1, 17, random.random_range(2..40), 64];
-        let scene = Scene::new(&gpu, shape, &lengths, &mut random);
+        let scene = Scene::new(gpu, shape, &lengths, &mut random);
         let mut rows = Vec::new();
         let mut queries = Vec::new();
         for (sequence, length) in lengths.into_iter().enumerate() {
@@ -393,7 +393,7 @@ fn one_launch_rotates_stores_and_attends() {
             queries.extend(query.iter().map(|value| *value as f32));
         }
         let tiles = shape.head_dim % 32 == 0;
-        let call = scene.call(&mut StepInputs::new(&gpu).unwrap(), &[1; 5], &rows, tiles);
+        let call = scene.call(&mut StepInputs::new(gpu).unwrap(), &[1; 5], &rows, tiles);
         attention.launch_fused(&call, &scene.rope).unwrap();
         scene.assert_output(&call.output, &scene.expected(&[1; 5], &queries), "fused");
         for (sequence, length) in lengths.into_iter().enumerate() {
@@ -406,7 +406,7 @@ fn one_launch_rotates_stores_and_attends() {
                 assert_close(&value, &row[value_at..][..head_dim], shape.tolerance(), "value");
             }
         }
-    }
+    });
 }
 
 #[test]

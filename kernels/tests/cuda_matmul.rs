@@ -174,8 +174,7 @@ impl Case<'_> {
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn every_type_and_shape_agrees_with_the_oracle() {
-    let gpu = &gpu::open();
-    for ggml_type in GgmlType::all() {
+    gpu::side_by_side(GgmlType::all(), |gpu, ggml_type| {
         let block = ggml_type.block_elements();
         for (num_tokens, rows, blocks) in gpu::cases([
             (1, 1, 1),
@@ -202,33 +201,32 @@ fn every_type_and_shape_agrees_with_the_oracle() {
                 Case { gpu, matrices: &matrices, num_tokens }.run(Target::Add);
             }
         }
-    }
+    });
 }
 
 /// Shapes of real layers, of which different numbers of rows and columns are launched differently.
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn large_layers_agree_with_the_oracle() {
-    let gpu = &gpu::open();
-    for (ggml_type, rows, columns) in gpu::cases([
+    let layers = [
         (GgmlType::Q4_K, 64, 14336),
         (GgmlType::Q6_K, 64, 14336),
         (GgmlType::Q4_K, 17000, 512),
         (GgmlType::Q8_0, 4096, 1056),
         (GgmlType::BF16, 4096, 1024),
-    ]) {
+    ];
+    gpu::side_by_side(gpu::cases(layers), |gpu, (ggml_type, rows, columns)| {
         let matrices = [random_matrix(ggml_type, rows, columns, 1)];
         for num_tokens in gpu::cases([1, 8, 20, 100, 200]) {
             Case { gpu, matrices: &matrices, num_tokens }.run(Target::Store);
             Case { gpu, matrices: &matrices, num_tokens }.run(Target::SwiGlu);
         }
-    }
+    });
 }
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn targets_and_stacks_agree_with_the_oracle() {
-    let gpu = &gpu::open();
     let matrix = |ggml_type, rows| random_matrix(ggml_type, rows, 512, rows as u64 + 1);
     let stacks = [
         vec![matrix(GgmlType::Q4_K, 40), matrix(GgmlType::Q6_K, 24), matrix(GgmlType::Q8_0, 5)],
@@ -250,7 +248,7 @@ fn targets_and_stacks_agree_with_the_oracle() {
         vec![matrix(GgmlType::F16, 64), matrix(GgmlType::BF16, 64)],
         vec![matrix(GgmlType::Q4_1, 32), matrix(GgmlType::F16, 32)],
     ];
-    for num_tokens in gpu::cases([1, 6, 19, 150, 1050]) {
+    gpu::side_by_side(gpu::cases([1, 6, 19, 150, 1050]), |gpu, num_tokens| {
         for matrices in &stacks {
             Case { gpu, matrices, num_tokens }.run(Target::Store);
             Case { gpu, matrices, num_tokens }.run(Target::Add);
@@ -258,7 +256,7 @@ fn targets_and_stacks_agree_with_the_oracle() {
         for matrices in &pairs {
             Case { gpu, matrices, num_tokens }.run(Target::SwiGlu);
         }
-    }
+    });
 }
 
 #[test]

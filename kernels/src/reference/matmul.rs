@@ -1,5 +1,7 @@
 //! Oracle of the matmul: float64 over dequantized weights.
 
+use rayon::prelude::*;
+
 use crate::{
     ops::{Epilogue, HostMatrix},
     quant::{ACTIVATION_BLOCK, dequantize, quantize_block},
@@ -18,22 +20,25 @@ pub fn round_activations(input: &[f32]) -> Vec<f32> {
 /// Beside each output comes the sum of the absolute values of its terms, to which rounding errors are in proportion.
 pub fn matmul(matrices: &[HostMatrix], input: &[f32], epilogue: Epilogue) -> Vec<(f64, f64)> {
     let columns = matrices[0].columns;
-    let mut results = Vec::new();
-    for activations in input.chunks_exact(columns) {
-        let mut products = Vec::new();
-        for matrix in matrices {
-            let row_bytes = matrix.bytes.len() / matrix.rows;
-            let mut weights = vec![0.0_f32; columns];
-            for row in matrix.bytes.chunks_exact(row_bytes) {
-                dequantize(matrix.ggml_type, row, &mut weights);
-                let terms =
-                    weights.iter().zip(activations).map(|(weight, value)| f64::from(*weight) * f64::from(*value));
-                products.push(terms.fold((0.0, 0.0), |(sum, size), term: f64| (sum + term, size + term.abs())));
-            }
-        }
-        results.extend(finish(products, epilogue));
-    }
-    results
+    // The products of one row of weights with every token.
+    let products_of = |ggml_type, row: &[u8]| -> Vec<(f64, f64)> {
+        let mut weights = vec![0.0_f32; columns];
+        dequantize(ggml_type, row, &mut weights);
+        let product = |activations: &[f32]| {
+            let terms = weights.iter().zip(activations).map(|(weight, value)| f64::from(*weight) * f64::from(*value));
+            terms.fold((0.0, 0.0), |(sum, size), term: f64| (sum + term, size + term.abs()))
+        };
+        input.chunks_exact(columns).map(product).collect()
+    };
+    let rows: Vec<Vec<(f64, f64)>> = matrices
+        .iter()
+        .flat_map(|matrix| {
+            let rows = matrix.bytes.par_chunks_exact(matrix.bytes.len() / matrix.rows);
+            rows.map(|row| products_of(matrix.ggml_type, row)).collect::<Vec<_>>()
+        })
+        .collect();
+    let of_token = |token: usize| finish(rows.iter().map(|products| products[token]).collect(), epilogue);
+    (0..input.len() / columns).flat_map(of_token).collect()
 }
 
 /// What the epilogue makes of the products of one token.

@@ -1,6 +1,6 @@
 //! The GPU of tests that need one. Such tests are ignored by default; asked for, they fail where there is no GPU.
 
-use std::{env, sync::Arc};
+use std::{env, sync::Arc, thread};
 
 use bytemuck::{AnyBitPattern, NoUninit};
 use lockstep_kernels::cuda::{DeviceBuffer, Gpu, KernelCache};
@@ -14,6 +14,19 @@ pub fn open() -> Arc<Gpu> {
 #[allow(dead_code, reason = "not every test has many cases")]
 pub fn cases<T>(all: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
     all.into_iter().step_by(if env::var_os("LOCKSTEP_TEST_FEW").is_some() { 3 } else { 1 })
+}
+
+/// Runs `test` with every case, each in a thread of its own (`case 0`, …) and on a stream of its own: most of the time
+/// goes to compiling kernels.
+#[allow(dead_code, reason = "not every test has many cases")]
+pub fn side_by_side<T: Send>(cases: impl IntoIterator<Item = T>, test: impl Fn(&Arc<Gpu>, T) + Sync) {
+    let test = &test;
+    thread::scope(|scope| {
+        for (index, case) in cases.into_iter().enumerate() {
+            let builder = thread::Builder::new().name(format!("case {index}"));
+            builder.spawn_scoped(scope, move || test(&open(), case)).unwrap();
+        }
+    });
 }
 
 /// A copy of `values` on the GPU.
