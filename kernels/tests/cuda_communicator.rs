@@ -4,10 +4,12 @@
 #![allow(clippy::unwrap_used, missing_docs, reason = "a failure is what a test reports")]
 
 mod blocks;
+#[path = "group/meeting.rs"]
+mod meeting;
 
 use std::{
     sync::{
-        Arc, Condvar, Mutex,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
@@ -22,36 +24,16 @@ use lockstep_kernels::{
     group::{Collective, Group, Sum},
     reference,
 };
+use meeting::Meeting;
 
 type Communicator = Arc<CudaCommunicator>;
 
 /// As long as a rank may notice that another is lost.
 const NOTICE: Duration = Duration::from_secs(2);
 
-/// Where ranks leave bytes for each other, by round and rank.
-type Board = Arc<(Mutex<Vec<Vec<Option<Vec<u8>>>>>, Condvar)>;
-
-fn exchange(
-    board: &Board,
-    rank: usize,
-    world_size: usize,
-) -> impl FnMut(&[u8]) -> Result<Vec<Vec<u8>>, KernelError> + use<> {
-    let board = Arc::clone(board);
-    let mut round = 0;
-    move |bytes| {
-        let (rounds, changed) = &*board;
-        let mut rounds = rounds.lock().unwrap();
-        while rounds.len() <= round {
-            rounds.push(vec![None; world_size]);
-        }
-        rounds[round][rank] = Some(bytes.to_vec());
-        changed.notify_all();
-        let is_missing = |rounds: &mut Vec<Vec<Option<Vec<u8>>>>| rounds[round].contains(&None);
-        let (rounds, waited) = changed.wait_timeout_while(rounds, Duration::from_secs(30), is_missing).unwrap();
-        assert!(!waited.timed_out(), "rank {rank} is alone in round {round}");
-        round += 1;
-        Ok(rounds[round - 1].iter().flatten().cloned().collect())
-    }
+/// What rank `rank` exchanges bytes through.
+fn exchange(meeting: &Meeting, rank: usize) -> impl FnMut(&[u8]) -> Result<Vec<Vec<u8>>, KernelError> {
+    move |bytes| Ok(meeting.exchange(rank, bytes))
 }
 
 /// Ends waits when it is set.
@@ -73,12 +55,12 @@ fn with_ranks<T: Send>(
     end: &End,
     body: impl Fn(usize, CudaDevice, Communicator) -> T + Sync,
 ) -> Vec<T> {
-    let board = Board::default();
+    let meeting = Meeting::new(world_size);
     std::thread::scope(|scope| {
         let run = |rank| {
-            let (mut exchange, group) = (exchange(&board, rank, world_size), end.group(rank, world_size, timeout));
-            let body = &body;
+            let (body, meeting, group) = (&body, &meeting, end.group(rank, world_size, timeout));
             scope.spawn(move || {
+                let mut exchange = exchange(meeting, rank);
                 let mut device = CudaDevice::new(rank, KernelCache::default()).unwrap();
                 let communicator = device.join::<KernelError>(&group, &mut exchange).unwrap();
                 body(rank, device, communicator.unwrap())
@@ -332,23 +314,25 @@ fn cuda_two_gpus_do_not_wait_for_a_lost_rank() {
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn cuda_a_gpu_meets_neither_a_processor_nor_itself() {
+    let end = End::default();
+    let group = |rank| end.group(rank, 2, Duration::from_secs(30));
     for is_cpu in [true, false] {
-        let board = Board::default();
-        let end = End::default();
-        let mut others = exchange(&board, 1, 2);
-        let group = end.group(1, 2, Duration::from_secs(30));
-        let other = std::thread::spawn(move || {
-            if is_cpu {
-                CpuDevice::new(1).unwrap().join::<KernelError>(&group, &mut others).unwrap().is_none()
-            } else {
-                let mut device = CudaDevice::new(0, KernelCache::default()).unwrap();
-                device.join::<KernelError>(&group, &mut others).unwrap().is_none()
-            }
+        let meeting = &Meeting::new(2);
+        std::thread::scope(|scope| {
+            let group_1 = group(1);
+            let other = scope.spawn(move || {
+                let mut exchange = exchange(meeting, 1);
+                if is_cpu {
+                    CpuDevice::new(1).unwrap().join::<KernelError>(&group_1, &mut exchange).unwrap().is_none()
+                } else {
+                    let mut device = CudaDevice::new(0, KernelCache::default()).unwrap();
+                    device.join::<KernelError>(&group_1, &mut exchange).unwrap().is_none()
+                }
+            });
+            let mut device = CudaDevice::new(0, KernelCache::default()).unwrap();
+            assert!(device.join::<KernelError>(&group(0), &mut exchange(meeting, 0)).unwrap().is_none());
+            assert!(other.join().unwrap());
         });
-        let mut device = CudaDevice::new(0, KernelCache::default()).unwrap();
-        let group = end.group(0, 2, Duration::from_secs(30));
-        assert!(device.join::<KernelError>(&group, &mut exchange(&board, 0, 2)).unwrap().is_none());
-        assert!(other.join().unwrap());
     }
 }
 
@@ -356,25 +340,23 @@ fn cuda_a_gpu_meets_neither_a_processor_nor_itself() {
 #[test]
 #[ignore = "needs 2 CUDA GPUs"]
 fn cuda_two_gpus_do_not_wait_for_a_rank_that_does_not_join() {
-    let board = Board::default();
     let end = End::default();
     let group = |rank| end.group(rank, 2, Duration::from_secs(2));
-    let mut exchanges = [0, 1].map(|rank| exchange(&board, rank, 2));
-    let [first, second] = &mut exchanges;
+    let meeting = &Meeting::new(2);
     std::thread::scope(|scope| {
-        let (group_0, group_1) = (group(0), group(1));
+        let group_1 = group(1);
         let other = scope.spawn(move || {
             let mut device = CudaDevice::new(1, KernelCache::default()).unwrap();
             let mut lost = |bytes: &[u8]| {
-                second(bytes)?;
-                second(&[0])?;
+                meeting.exchange(1, bytes);
+                meeting.exchange(1, &[0]);
                 Err(KernelError::Device { device: "test".to_owned(), what: "lost".to_owned() })
             };
             device.join::<KernelError>(&group_1, &mut lost).map(drop).unwrap_err();
         });
         let mut device = CudaDevice::new(0, KernelCache::default()).unwrap();
         let start = Instant::now();
-        let joined = device.join::<KernelError>(&group_0, first).unwrap();
+        let joined = device.join::<KernelError>(&group(0), &mut exchange(meeting, 0)).unwrap();
         println!("not joined after {:?}", start.elapsed());
         assert!(joined.is_none() && start.elapsed() < Duration::from_secs(10));
         other.join().unwrap();

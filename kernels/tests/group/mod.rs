@@ -1,9 +1,11 @@
 //! Groups of ranks on the GPUs of this machine, a thread each, for tests and benchmarks of what they do together.
 
+mod meeting;
+
 use std::{
     convert::Infallible,
     sync::{
-        Arc, Barrier, Mutex, Weak,
+        Arc, Mutex, Weak,
         mpsc::{RecvTimeoutError, channel},
     },
     thread,
@@ -12,34 +14,10 @@ use std::{
 
 use lockstep_kernels::cuda::{Gpu, KernelCache, OneShot};
 
+pub use meeting::Meeting;
+
 /// After this a group that hangs is aborted, so that its test fails.
 const TIME_LIMIT: Duration = Duration::from_secs(90);
-
-/// Where the threads of a group exchange bytes.
-pub struct Meeting {
-    barrier: Barrier,
-    messages: Mutex<Vec<Vec<u8>>>,
-}
-
-impl Meeting {
-    pub fn new(world_size: usize) -> Self {
-        Self { barrier: Barrier::new(world_size), messages: Mutex::new(vec![Vec::new(); world_size]) }
-    }
-
-    /// Waits for all ranks.
-    pub fn wait(&self) {
-        self.barrier.wait();
-    }
-
-    /// Gives `message` to all ranks and takes theirs.
-    pub fn exchange(&self, rank: usize, message: &[u8]) -> Vec<Vec<u8>> {
-        self.messages.lock().unwrap()[rank] = message.to_vec();
-        self.wait();
-        let messages = self.messages.lock().unwrap().clone();
-        self.wait();
-        messages
-    }
-}
 
 /// One rank of a group of threads.
 pub struct Member<'a> {
