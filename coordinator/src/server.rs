@@ -16,7 +16,7 @@ use tonic::{
 use crate::{
     CoordinatorConfig, CoordinatorError,
     admission::Admission,
-    api::{admin::AdminService, grpc::InferenceService, health, http},
+    api::{admin::AdminService, grpc::InferenceService, health, http, intake::Intake},
     cluster::{MemoryRegistry, Registry, registration::RegistrationService},
     metrics::Metrics,
     planner::{Planner, PlannerConfig},
@@ -58,8 +58,8 @@ pub async fn run(
     let metrics = Arc::new(Metrics::default());
     let (reporter, health_service) = tonic_health::server::health_reporter();
 
-    let inference =
-        InferenceService { admission: admission.clone(), router: router.clone(), metrics: Arc::clone(&metrics) };
+    let intake = Intake { admission: admission.clone(), router: router.clone(), metrics: Arc::clone(&metrics) };
+    let inference = InferenceService { intake: intake.clone() };
     let admin = AdminService { workers: registry.watch(), router: router.clone(), planner };
     let registration =
         RegistrationService { registry: registry.clone(), lease: config.lease, closing: closing.clone() };
@@ -67,13 +67,7 @@ pub async fn run(
         .add_service(v1::inference_server::InferenceServer::new(inference).max_decoding_message_size(MAX_REQUEST_BYTES))
         .add_service(v1::admin_server::AdminServer::new(admin).max_encoding_message_size(MAX_MESSAGE_BYTES))
         .add_service(v1::cluster_server::ClusterServer::new(registration));
-    let state = http::HttpState {
-        admission: admission.clone(),
-        router: router.clone(),
-        workers: registry.watch(),
-        metrics: Arc::clone(&metrics),
-        started: std::time::SystemTime::now(),
-    };
+    let state = http::HttpState { intake, workers: registry.watch(), started: std::time::SystemTime::now() };
 
     let mut grpc_server = tokio::spawn(serve_grpc(grpc_listener, with_reflection(routes)?, &config, closing.clone()));
     let mut http_server = tokio::spawn(serve_http(http_listener, http::routes(state), closing.clone()));

@@ -88,7 +88,7 @@ impl Generation {
     }
 
     /// The next message; `None` after the last.
-    pub async fn next(&mut self) -> Option<Result<v1::GenerateResponse, Status>> {
+    pub async fn next(&mut self) -> Option<Result<v1::GenerateResponse, RequestError>> {
         loop {
             if let Some(finish) = self.finish.take() {
                 self.events = None;
@@ -102,7 +102,7 @@ impl Generation {
                     self.events = None;
                     self.outcome = error.class().reason();
                     tracing::info!(request_id = self.running.request_id, %error, "request failed");
-                    return Some(Err(error.into()));
+                    return Some(Err(error));
                 }
             }
         }

@@ -1,78 +1,32 @@
 //! The Inference service.
-//! Invariant: a request is refused before it costs anything: admission, model, values, prompt length, replica.
+//! Not here: how a request becomes a stream of tokens ([`intake`](super::intake)).
 
-use std::{pin::Pin, sync::Arc, time::Duration};
+use std::{pin::Pin, time::Duration};
 
 use futures::{Stream, stream};
-use lockstep_proto::v1::{self, generate_request::Input};
+use lockstep_proto::v1;
 use tokio::time::Instant;
 use tonic::{Request, Response, Status, metadata::MetadataMap};
 
 use super::{
-    generation::{Generation, Running},
-    output::Output,
+    generation::Generation,
+    intake::{Intake, Times, described, tokenize},
     validate::{self, PromptText},
 };
-use crate::{
-    admission::{Admission, Permit},
-    error::RequestError,
-    metrics::Metrics,
-    router::Router,
-    served::{ModelDescription, ServedModel},
-};
-
-/// Prompts up to so many bytes are tokenized in place, which is faster than a hop to another thread.
-const INLINE_PROMPT_BYTES: usize = 4096;
+use crate::error::RequestError;
 
 /// Serves Inference; cheap to clone.
 #[derive(Clone)]
 pub struct InferenceService {
-    /// Bounds the requests.
-    pub admission: Admission,
-    /// Chooses replicas.
-    pub router: Router,
-    /// Counts requests.
-    pub metrics: Arc<Metrics>,
+    /// Takes the requests.
+    pub intake: Intake,
 }
 
 impl InferenceService {
-    async fn start(
-        &self,
-        request: v1::GenerateRequest,
-        permit: Permit,
-        accepted: Instant,
-        deadline: Option<Instant>,
-    ) -> Result<Generation, RequestError> {
-        let model = self.router.model(&request.model)?;
-        let description = described(&model)?;
-        validate::check_request(&request, description.shape.vocab_size)?;
-        let encode = |text| tokenize(text, &description, |token_ids, _| token_ids);
-        let prompt = match request.input {
-            Some(Input::TokenIds(tokens)) => tokens.ids,
-            Some(Input::Prompt(text)) => encode(PromptText::Prompt(text)).await?,
-            Some(Input::Chat(chat)) => encode(PromptText::Chat(chat)).await?,
-            None => Vec::new(),
-        };
-        let mut sampling = validate::complete_sampling(request.sampling, prompt.len(), model.max_sequence_tokens())?;
-        let stops = std::mem::take(&mut sampling.stop);
-        let prompt_tokens = prompt.len() as u32;
-        let load = self.router.replica(&model, prompt.len() as u64 + u64::from(sampling.max_tokens()))?;
-        let request_id =
-            if request.request_id.is_empty() { uuid::Uuid::new_v4().to_string() } else { request.request_id };
-        let eos_token_ids = if sampling.ignore_eos { Vec::new() } else { description.eos_token_ids.clone() };
-        let sequence = v1::RunSequenceRequest {
-            model: model.spec.name.clone(),
-            plan_epoch: load.replica.plan_epoch,
-            replica: load.replica.index as u32,
-            request_id: request_id.clone(),
-            token_ids: prompt,
-            sampling: Some(sampling),
-            eos_token_ids,
-        };
-        self.metrics.prompt_tokens.increment(u64::from(prompt_tokens));
-        let metrics = Arc::clone(&self.metrics);
-        let running = Running { request_id, permit, load, deadline, accepted, prompt_tokens, metrics };
-        Generation::start(running, sequence, Output::new(description.tokenizer.clone(), stops)).await
+    async fn start(&self, request: v1::GenerateRequest, times: Times) -> Result<Generation, RequestError> {
+        let permit = self.intake.admission.enter()?;
+        let prepared = self.intake.prepare(request).await?;
+        self.intake.start(&prepared, 0, permit, times).await
     }
 }
 
@@ -83,28 +37,25 @@ impl v1::inference_server::Inference for InferenceService {
     async fn generate(&self, request: Request<v1::GenerateRequest>) -> Result<Response<Self::GenerateStream>, Status> {
         let accepted = Instant::now();
         let deadline = timeout_of(request.metadata()).map(|timeout| accepted + timeout);
-        let started = match self.admission.enter() {
-            Ok(permit) => self.start(request.into_inner(), permit, accepted, deadline).await,
-            Err(error) => Err(error),
-        };
-        match started {
+        match self.start(request.into_inner(), Times { accepted, deadline }).await {
             Ok(generation) => {
                 let messages = stream::unfold(generation, |mut generation| async move {
-                    generation.next().await.map(|message| (message, generation))
+                    let message = generation.next().await?;
+                    Some((message.map_err(Status::from), generation))
                 });
                 Ok(Response::new(Box::pin(messages)))
             }
             Err(error) => {
-                self.metrics.count_request(error.class().reason());
+                self.intake.metrics.count_request(error.class().reason());
                 Err(error.into())
             }
         }
     }
 
     async fn tokenize(&self, request: Request<v1::TokenizeRequest>) -> Result<Response<v1::TokenizeResponse>, Status> {
-        let _permit = self.admission.enter()?;
+        let _permit = self.intake.admission.enter()?;
         let request = request.into_inner();
-        let model = self.router.model(&request.model)?;
+        let model = self.intake.router.model(&request.model)?;
         let description = described(&model)?;
         let text = match request.input {
             None => Err(RequestError::invalid("input", "is missing: one of prompt, chat is needed"))?,
@@ -126,7 +77,7 @@ impl v1::inference_server::Inference for InferenceService {
         &self,
         _request: Request<v1::ListModelsRequest>,
     ) -> Result<Response<v1::ListModelsResponse>, Status> {
-        let models = self.router.models();
+        let models = self.intake.router.models();
         let models = models.iter().map(|(name, model)| v1::Model {
             name: name.clone(),
             max_sequence_tokens: model.max_sequence_tokens() as u32,
@@ -135,28 +86,6 @@ impl v1::inference_server::Inference for InferenceService {
         });
         Ok(Response::new(v1::ListModelsResponse { models: models.collect() }))
     }
-}
-
-fn described(model: &ServedModel) -> Result<Arc<ModelDescription>, RequestError> {
-    let not_ready = || RequestError::NotReady { model: model.spec.name.clone(), problem: model.explain().public };
-    model.description.clone().ok_or_else(not_ready)
-}
-
-/// Tokenizes a text and does `finish` with it, both on a thread of its own if the text is long.
-async fn tokenize<T: Send + 'static>(
-    text: PromptText,
-    model: &Arc<ModelDescription>,
-    finish: impl FnOnce(Vec<u32>, &ModelDescription) -> T + Send + 'static,
-) -> Result<T, RequestError> {
-    let is_short = text.num_bytes() <= INLINE_PROMPT_BYTES;
-    let model = Arc::clone(model);
-    let work = move || text.encode(&model).map(|token_ids| finish(token_ids, &model));
-    if is_short {
-        return work();
-    }
-    tokio::task::spawn_blocking(work)
-        .await
-        .map_err(|error| RequestError::Internal(format!("tokenizing failed: {error}")))?
 }
 
 /// The client's `grpc-timeout`: up to eight digits and a unit.

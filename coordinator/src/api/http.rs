@@ -7,20 +7,16 @@ use axum::{Json, Router as Routes, extract::State, http::StatusCode, routing::ge
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
-use super::{admin::engine_status, health::readiness};
-use crate::{admission::Admission, cluster::Workers, metrics::Metrics, router::Router};
+use super::{admin::engine_status, health::readiness, intake::Intake};
+use crate::cluster::Workers;
 
 /// What the handlers read.
 #[derive(Clone)]
 pub struct HttpState {
-    /// Whether requests are admitted.
-    pub admission: Admission,
-    /// What is served.
-    pub router: Router,
+    /// Admission, models and counters.
+    pub intake: Intake,
     /// Live workers.
     pub workers: watch::Receiver<Workers>,
-    /// Counters.
-    pub metrics: Arc<Metrics>,
     /// Start of this coordinator, as models' creation time.
     pub started: SystemTime,
 }
@@ -36,27 +32,27 @@ pub fn routes(state: HttpState) -> Routes {
 }
 
 async fn readyz(State(state): State<HttpState>) -> (StatusCode, String) {
-    match readiness(&state.admission, &state.router) {
+    match readiness(&state.intake.admission, &state.intake.router) {
         Ok(()) => (StatusCode::OK, "ready\n".into()),
         Err(reason) => (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")),
     }
 }
 
 async fn render_metrics(State(state): State<HttpState>) -> ([(&'static str, &'static str); 1], String) {
-    let models = state.router.models();
+    let models = state.intake.router.models();
     let live = Arc::clone(&state.workers.borrow());
     let engines: Vec<_> = models
         .values()
         .flat_map(|model| &model.replicas)
         .filter_map(|replica| engine_status(replica, &live).map(|engine| (replica.model.clone(), engine)))
         .collect();
-    let text = state.metrics.render(state.admission.num_running(), live.len(), &models, &engines);
+    let text = state.intake.metrics.render(state.intake.admission.num_running(), live.len(), &models, &engines);
     ([("content-type", "text/plain; version=0.0.4")], text)
 }
 
 async fn models(State(state): State<HttpState>) -> Json<Value> {
     let created = state.started.duration_since(SystemTime::UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs());
-    let models = state.router.models();
+    let models = state.intake.router.models();
     let data: Vec<Value> = models
         .iter()
         .map(|(name, model)| {

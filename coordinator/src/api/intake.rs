@@ -1,0 +1,151 @@
+//! The one way from a request to a [`Generation`], whatever protocol it came by.
+//! For: [`grpc`](super::grpc) starts one sequence of a request, the OpenAI API several.
+//! Invariant: a request is refused before it costs anything: admission, model, values, prompt length, replica.
+
+use std::sync::Arc;
+
+use lockstep_proto::v1::{self, generate_request::Input};
+use tokio::time::Instant;
+
+use super::{
+    generation::{Generation, Running},
+    output::Output,
+    validate::{self, PromptText},
+};
+use crate::{
+    admission::{Admission, Permit},
+    error::RequestError,
+    metrics::Metrics,
+    router::Router,
+    served::{ModelDescription, ServedModel},
+};
+
+/// Prompts up to so many bytes are tokenized in place, which is faster than a hop to another thread.
+const INLINE_PROMPT_BYTES: usize = 4096;
+
+/// Takes requests in; cheap to clone.
+#[derive(Clone)]
+pub struct Intake {
+    /// Bounds the requests.
+    pub admission: Admission,
+    /// Chooses replicas.
+    pub router: Router,
+    /// Counts requests.
+    pub metrics: Arc<Metrics>,
+}
+
+/// A request that can be served, its prompt tokenized.
+pub struct Prepared {
+    /// The model that it means.
+    pub model: Arc<ServedModel>,
+    /// The text side of that model.
+    pub description: Arc<ModelDescription>,
+    /// The client's id of it, or ours.
+    pub request_id: String,
+    /// Its prompt.
+    pub token_ids: Vec<u32>,
+    /// Complete, but for the stop texts.
+    sampling: v1::SamplingParams,
+    stops: Vec<String>,
+}
+
+/// When a request came and when its client gives up.
+#[derive(Clone, Copy, Debug)]
+pub struct Times {
+    /// Its acceptance.
+    pub accepted: Instant,
+    /// Its deadline, if it has one.
+    pub deadline: Option<Instant>,
+}
+
+impl Intake {
+    /// Checks a request and tokenizes its prompt.
+    ///
+    /// # Errors
+    /// [`RequestError`] naming the field, the model or what the model waits for.
+    pub async fn prepare(&self, request: v1::GenerateRequest) -> Result<Prepared, RequestError> {
+        let model = self.router.model(&request.model)?;
+        let description = described(&model)?;
+        validate::check_request(&request, description.shape.vocab_size)?;
+        let encode = |text| tokenize(text, &description, |token_ids, _| token_ids);
+        let token_ids = match request.input {
+            Some(Input::TokenIds(tokens)) => tokens.ids,
+            Some(Input::Prompt(text)) => encode(PromptText::Prompt(text)).await?,
+            Some(Input::Chat(chat)) => encode(PromptText::Chat(chat)).await?,
+            None => Vec::new(),
+        };
+        let mut sampling = validate::complete_sampling(request.sampling, token_ids.len(), model.max_sequence_tokens())?;
+        let stops = std::mem::take(&mut sampling.stop);
+        let request_id =
+            if request.request_id.is_empty() { uuid::Uuid::new_v4().to_string() } else { request.request_id };
+        Ok(Prepared { model, description, request_id, token_ids, sampling, stops })
+    }
+
+    /// Starts one sequence of a request on the best replica; its seed is the request's plus `seed_offset`.
+    ///
+    /// # Errors
+    /// [`RequestError`] if no replica serves the model, or the one that was chosen refuses.
+    pub async fn start(
+        &self,
+        prepared: &Prepared,
+        seed_offset: u64,
+        permit: Permit,
+        times: Times,
+    ) -> Result<Generation, RequestError> {
+        let Prepared { model, description, request_id, token_ids, .. } = prepared;
+        let mut sampling = prepared.sampling.clone();
+        sampling.seed = Some(sampling.seed().wrapping_add(seed_offset));
+        let prompt_tokens = token_ids.len() as u32;
+        let load = self.router.replica(model, token_ids.len() as u64 + u64::from(sampling.max_tokens()))?;
+        let eos_token_ids = if sampling.ignore_eos { Vec::new() } else { description.eos_token_ids.clone() };
+        let sequence = v1::RunSequenceRequest {
+            model: model.spec.name.clone(),
+            plan_epoch: load.replica.plan_epoch,
+            replica: load.replica.index as u32,
+            request_id: request_id.clone(),
+            token_ids: token_ids.clone(),
+            sampling: Some(sampling),
+            eos_token_ids,
+        };
+        self.metrics.prompt_tokens.increment(u64::from(prompt_tokens));
+        let running = Running {
+            request_id: request_id.clone(),
+            permit,
+            load,
+            deadline: times.deadline,
+            accepted: times.accepted,
+            prompt_tokens,
+            metrics: Arc::clone(&self.metrics),
+        };
+        Generation::start(running, sequence, Output::new(description.tokenizer.clone(), prepared.stops.clone())).await
+    }
+}
+
+/// The text side of a model.
+///
+/// # Errors
+/// [`RequestError::NotReady`] if no worker described it yet.
+pub fn described(model: &ServedModel) -> Result<Arc<ModelDescription>, RequestError> {
+    let not_ready = || RequestError::NotReady { model: model.spec.name.clone(), problem: model.explain().public };
+    model.description.clone().ok_or_else(not_ready)
+}
+
+/// Tokenizes a text and does `finish` with it, both on a thread of its own if the text is long.
+///
+/// # Errors
+/// [`RequestError::Invalid`] as [`PromptText::encode`].
+pub async fn tokenize<T: Send + 'static>(
+    text: PromptText,
+    model: &Arc<ModelDescription>,
+    finish: impl FnOnce(Vec<u32>, &ModelDescription) -> T + Send + 'static,
+) -> Result<T, RequestError> {
+    let is_short = text.num_bytes() <= INLINE_PROMPT_BYTES;
+    let model = Arc::clone(model);
+    let work = move || text.encode(&model).map(|token_ids| finish(token_ids, &model));
+    if is_short {
+        return work();
+    }
+    tokio::task::spawn_blocking(work)
+        .await
+        .map_err(|error| RequestError::Internal(format!("tokenizing failed: {error}")))?
+}
