@@ -6,6 +6,8 @@ use crate::{WorkerError, devices::DeviceSettings};
 
 /// See [`spin`].
 const SPIN: Duration = Duration::from_micros(50);
+/// See [`engine_spin`].
+const ENGINE_SPIN: Duration = Duration::from_millis(20);
 
 /// Checked settings.
 #[derive(Clone, Debug)]
@@ -73,6 +75,12 @@ pub(crate) fn spin(num_threads: usize) -> Duration {
     if num_threads <= num_cores() { SPIN } else { Duration::ZERO }
 }
 
+/// How long the engine's thread looks again while steps are under way, if the ranks beside it have so many threads: the
+/// whole step, as whatever passes between two steps is time in which no rank computes. A core is left to the others.
+pub(crate) fn engine_spin(num_threads: usize) -> Duration {
+    if num_threads + 2 <= num_cores() { ENGINE_SPIN } else { Duration::ZERO }
+}
+
 fn num_cores() -> usize {
     std::thread::available_parallelism().map_or(1, NonZero::get)
 }
@@ -85,6 +93,7 @@ mod tests {
     fn ranks_spin_only_where_each_thread_has_a_core() {
         assert_eq!((spin(1), spin(num_cores())), (SPIN, SPIN));
         assert_eq!(spin(num_cores() + 1), Duration::ZERO);
+        assert_eq!(engine_spin(num_cores()), Duration::ZERO);
         assert_eq!((threads_per_device(3, 2), threads_per_device(0, 1)), (3, num_cores()));
     }
 }

@@ -327,6 +327,11 @@ impl Engine {
         num_tokens
     }
 
+    /// Whether the result of a step is awaited.
+    pub fn has_steps_in_flight(&self) -> bool {
+        !self.in_flight.is_empty()
+    }
+
     /// Whether no sequence runs or waits and no step is in flight.
     pub fn is_idle(&self) -> bool {
         self.in_flight.is_empty() && self.scheduler.num_running() == 0 && self.scheduler.num_waiting() == 0

@@ -18,11 +18,13 @@ use super::{
     ReplicaSpec,
     health::Health,
     rank_thread::{RankMessage, RankResult},
+    receive::receive,
     step_results::StepResults,
 };
 use crate::{
     WorkerError,
     collective::MessageLink,
+    config::engine_spin,
     engine::{Engine, EngineError, EngineStatus, SequenceId, SequenceOutput, SequenceRequest},
     step::StepPlan,
 };
@@ -115,6 +117,8 @@ pub(super) struct EngineThread {
     outputs: Vec<(SequenceId, SequenceOutput)>,
     status: Arc<Mutex<EngineStatus>>,
     max_sequence_tokens: usize,
+    /// How long it looks again for the results of a step before it sleeps.
+    spin: Duration,
 }
 
 impl EngineThread {
@@ -148,6 +152,7 @@ impl EngineThread {
             outputs: Vec::new(),
             status,
             max_sequence_tokens: spec.max_sequence_tokens,
+            spin: engine_spin(spec.local_ranks().len() * spec.devices.threads_per_rank()),
         };
         (thread, handle)
     }
@@ -184,7 +189,8 @@ impl EngineThread {
             }
             self.hand_out();
             *self.status.lock().unwrap_or_else(PoisonError::into_inner) = self.engine.status(Instant::now());
-            match self.events.recv_timeout(IDLE_STATUS_INTERVAL) {
+            let spin = if self.engine.has_steps_in_flight() { self.spin } else { Duration::ZERO };
+            match receive(&self.events, spin, IDLE_STATUS_INTERVAL) {
                 Ok(event) => self.handle(event)?,
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),

@@ -13,6 +13,7 @@
 mod health;
 mod leader;
 mod rank_thread;
+mod receive;
 mod step_results;
 
 use std::{

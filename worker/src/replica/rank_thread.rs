@@ -5,7 +5,7 @@ use std::{
     net::SocketAddr,
     sync::{
         Arc,
-        mpsc::{Receiver, RecvError, SyncSender, TryRecvError},
+        mpsc::{Receiver, SyncSender},
     },
     thread::JoinHandle,
     time::{Duration, Instant},
@@ -15,7 +15,7 @@ use lockstep_kernels::{Device, KernelError, ops::Candidates};
 use lockstep_model::Checkpoint;
 use serde::{Deserialize, Serialize};
 
-use super::{LEADER_RANK, ReplicaSpec, health::Health, leader::Event};
+use super::{LEADER_RANK, ReplicaSpec, health::Health, leader::Event, receive::receive};
 use crate::{
     WorkerError,
     collective::{LinkKey, LinkListener, MessageLink, RankLinks, RankLinksConfig},
@@ -255,7 +255,7 @@ impl RankThread {
     ) -> Result<(), WorkerError> {
         // Closed: the engine has ended.
         let spin = self.spin();
-        while let Ok(plan) = receive(plans, spin) {
+        while let Ok(plan) = receive(plans, spin, Duration::MAX) {
             if let Some(candidates) = executor.execute(&plan)? {
                 let result = RankResult { step_id: plan.step_id, candidates };
                 if results.send(Event::Result { rank: self.rank, result }).is_err() {
@@ -274,17 +274,4 @@ impl RankThread {
             }
         }
     }
-}
-
-/// The next plan. It mostly comes soon after the last result, sooner than a thread wakes.
-fn receive(plans: &Receiver<Arc<StepPlan>>, spin: Duration) -> Result<Arc<StepPlan>, RecvError> {
-    let start = Instant::now();
-    while start.elapsed() < spin {
-        match plans.try_recv() {
-            Ok(plan) => return Ok(plan),
-            Err(TryRecvError::Disconnected) => return Err(RecvError),
-            Err(TryRecvError::Empty) => std::hint::spin_loop(),
-        }
-    }
-    plans.recv()
 }
