@@ -1,5 +1,5 @@
 //! Speed of the CUDA matmul beside the machine's limits: GB/s of weights beside a kernel that only reads them, in the same
-//! kind of graph; TFLOP/s of batches beside cuBLAS.
+//! kind of graph, launched after the kernel before and overlapping it; TFLOP/s of batches beside cuBLAS.
 //!
 //! `cargo bench --features cuda --bench cuda_matmul -- [matvec|batch] [type ...]`. Needs a CUDA GPU. Every graph rotates
 //! over more than 2 GB of weights, so that nothing is left in a cache; figures are medians of replays.
@@ -29,8 +29,8 @@ const ROTATED_BYTES: usize = 2100 << 20;
 const BATCHES: [usize; 12] = [2, 3, 4, 6, 8, 16, 32, 64, 128, 256, 512, 4096];
 const NUM_REPLAYS: usize = 7;
 
-/// Reads and adds up, with as many loads under way as pay. Launched as our kernels are, but nothing is read before the
-/// kernel before is done.
+/// Reads and adds up, with as many loads under way as pay. OVERLAP=1: as our kernels are launched, reading before the
+/// kernel before is done; OVERLAP=0: after it.
 const READ: Source = Source {
     name: "read.cu",
     text: r#"
@@ -38,7 +38,7 @@ const READ: Source = Source {
 extern "C" __global__ void __launch_bounds__(256) read(const uint4* from, uint32_t count, uint32_t* out) {
     const uint32_t stride = gridDim.x * 256;
     uint32_t sum = 0;
-    wait_for_previous();
+    if (OVERLAP) allow_next();
     for (uint32_t i = blockIdx.x * 256 + threadIdx.x; i < count; i += 8 * stride) {
         uint4 loaded[8] = {};
 #pragma unroll
@@ -52,6 +52,7 @@ extern "C" __global__ void __launch_bounds__(256) read(const uint4* from, uint32
 #pragma unroll
         for (uint32_t k = 0; k < 8; ++k) sum ^= loaded[k].x ^ loaded[k].y ^ loaded[k].z ^ loaded[k].w;
     }
+    if (OVERLAP) wait_for_previous();
     if (sum == 0x12345678) *out = sum;
 }
 "#,
@@ -104,37 +105,47 @@ fn time_call(gpu: &Arc<Gpu>, matmul: &Matmul, layers: &[Arc<CudaLinear>], num_to
     time(gpu, calls.len(), |index| matmul.launch(&calls[index]))
 }
 
-fn time_read(gpu: &Arc<Gpu>, num_bytes: usize) -> f64 {
+/// Microseconds of a read of so many bytes, alone and overlapped.
+fn time_reads(gpu: &Arc<Gpu>, num_bytes: usize) -> [f64; 2] {
     static SOURCE: Source = READ;
     let count = (ROTATED_BYTES / num_bytes).max(2);
     let buffers: Vec<_> = (0..count).map(|_| DeviceBuffer::zeroed(gpu, num_bytes).unwrap()).collect();
     let out = DeviceBuffer::zeroed(gpu, 4).unwrap();
-    let kernel = gpu.kernel(&SOURCE, &[], "read").unwrap();
     let launch = Launch::blocks(8 * gpu.limits().num_multiprocessors, 256);
-    time(gpu, count, |index| {
-        let arguments = [(&buffers[index]).into(), ((num_bytes / 16) as u32).into(), (&out).into()];
-        // SAFETY: the kernel's arguments; it reads the buffer.
-        unsafe { kernel.launch(gpu, launch, &arguments) }
+    [false, true].map(|overlaps| {
+        let kernel = gpu.kernel(&SOURCE, &[format!("-DOVERLAP={}", u8::from(overlaps))], "read").unwrap();
+        time(gpu, count, |index| {
+            let arguments = [(&buffers[index]).into(), ((num_bytes / 16) as u32).into(), (&out).into()];
+            if overlaps {
+                // SAFETY: the kernel's arguments; it reads the buffer.
+                unsafe { kernel.launch(gpu, launch, &arguments) }
+            } else {
+                // SAFETY: as above.
+                unsafe { kernel.launch_alone(gpu, launch, &arguments) }
+            }
+        })
     })
 }
 
 fn matvec(gpu: &Arc<Gpu>, matmul: &Matmul, types: &[GgmlType]) {
-    println!("one token: us, GB/s, beside a read of the same bytes");
+    println!("one token: GB/s of weights, and what part it is of a read of the same bytes, alone and overlapped");
     for &ggml_type in types {
         for (rows, columns, target) in SHAPES {
             let layers = layers(gpu, ggml_type, rows, columns);
             let num_bytes = layers[0].num_bytes();
             let us = time_call(gpu, matmul, &layers, 1, target);
             drop(layers);
-            let read = time_read(gpu, num_bytes);
+            let [alone, overlapped] = time_reads(gpu, num_bytes);
             let rate = |us: f64| num_bytes as f64 / us / 1e3;
             println!(
-                "{:5} {rows:6}x{columns:<6} {:6.1} MB {us:7.2} us {:5.0} GB/s, read {:5.0} GB/s, {:.3} of it",
+                "{:5} {rows:6}x{columns:<6} {:6.1} MB {us:7.2} us {:5.0} GB/s, read {:5.0} ({:.3}), overlapped {:5.0} ({:.3})",
                 ggml_type.name(),
                 num_bytes as f64 / 1e6,
                 rate(us),
-                rate(read),
-                read / us
+                rate(alone),
+                alone / us,
+                rate(overlapped),
+                overlapped / us
             );
         }
     }

@@ -175,6 +175,36 @@ impl Kernel {
     /// The arguments are those that the kernel declares, and with them it stays inside memory that lives until the
     /// work is done.
     pub unsafe fn launch(&self, gpu: &Gpu, launch: Launch, arguments: &[Argument<'_>]) -> Result<(), KernelError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.start(gpu, launch, arguments, gpu.limits().has_overlapped_launch()) }
+    }
+
+    /// Starts it when all work before is done: what a benchmark compares overlapped launches with.
+    ///
+    /// # Errors
+    /// As [`launch`](Self::launch).
+    ///
+    /// # Safety
+    /// As [`launch`](Self::launch).
+    pub unsafe fn launch_alone(
+        &self,
+        gpu: &Gpu,
+        launch: Launch,
+        arguments: &[Argument<'_>],
+    ) -> Result<(), KernelError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.start(gpu, launch, arguments, false) }
+    }
+
+    /// # Safety
+    /// As [`launch`](Self::launch).
+    unsafe fn start(
+        &self,
+        gpu: &Gpu,
+        launch: Launch,
+        arguments: &[Argument<'_>],
+        overlaps: bool,
+    ) -> Result<(), KernelError> {
         if launch.grid.contains(&0) {
             return Ok(());
         }
@@ -199,7 +229,7 @@ impl Kernel {
             sharedMemBytes: launch.shared_bytes,
             hStream: gpu.stream().cu_stream(),
             attrs: &raw mut overlap,
-            numAttrs: u32::from(gpu.limits().has_overlapped_launch()),
+            numAttrs: u32::from(overlaps),
         };
         // SAFETY: `config` and the arguments live until the call returns, which copies them; the rest is the caller's
         // promise.
