@@ -6,35 +6,19 @@
 // kernel that makes the activations. `CLUSTER` blocks share the tiles of the same rows and add their sums through each
 // other's shared memory. For SwiGLU the first two sets are gates, the others ups, and a block makes 64 outputs.
 //
-// Launch constants: FORMATS (list of the layer's formats), TOKENS (8, 16, 32, 64, 128), STAGES, CLUSTER, EPILOGUE.
+// Launch constants: BLOCK_ROWS (128), FORMATS (list of the layer's formats), TOKENS (8, 16, 32, 64, 128), STAGES, CLUSTER, EPILOGUE.
 // Grid: `CLUSTER` blocks a unit; pieces of `TOKENS` tokens. Dynamic shared memory: `STAGES` stages, at least the sums.
 
-#include "cluster.cuh"
-#include "layer.cuh"
+#include "batch.cuh"
 #include "tensor_core.cuh"
 
-constexpr unsigned NUM_WARPS = 8, THREADS = NUM_WARPS * WARP;
-constexpr unsigned NUM_SETS = 4, SET_GROUPS = 4, GROUPS = NUM_SETS * SET_GROUPS, ROWS = GROUPS * GROUP_ROWS;
+constexpr unsigned NUM_SETS = 4, SET_GROUPS = GROUPS / NUM_SETS;
 // Warps of a set that share the columns, and that share the tokens.
 constexpr unsigned DEPTH = TOKENS <= 64 ? 2 : 1, TOKEN_PARTS = 2 / DEPTH;
 constexpr unsigned WARP_TOKENS = TOKENS / TOKEN_PARTS, TOKEN_TILES = WARP_TOKENS / 8;
-constexpr unsigned MAX_TILE_BYTES = max_tile_bytes<FORMATS>();
 constexpr unsigned TOKEN_BYTES = TILE_COLUMNS * 2, STAGE_BYTES = GROUPS * MAX_TILE_BYTES + TOKENS * TOKEN_BYTES;
-// Rows of the sums, padded so that the lanes of a warp write to different banks.
-constexpr unsigned SUM_ROWS = ROWS + 4;
-constexpr Epilogue KIND = Epilogue::EPILOGUE;
 
 extern __shared__ __align__(128) uint8_t shared[];
-
-// What a warp works on.
-struct Share {
-    const Part& part;
-    uint32_t first_group;  // of its set
-    uint32_t first_tile, end_tile;  // of the block's columns
-    uint32_t num_tiles;
-    const uint16_t* input;
-    uint32_t num_tokens, columns;
-};
 
 // Where in a token's 512 bytes of a stage the 16-byte chunk `q` (of 4) of block `block` (of 8) lies. Chunks stay beside
 // their neighbours, so that copies move whole sectors; the lanes that read at the same time, chunk `q` of the even and
@@ -166,23 +150,9 @@ extern "C" __global__ void
               const __grid_constant__ Activations output, uint32_t num_tokens) {
     allow_next();
     const unsigned warp = threadIdx.x / WARP, set = warp % NUM_SETS, lane = threadIdx.x % WARP;
-    const uint32_t rank = blockIdx.x % CLUSTER, block_unit = blockIdx.x / CLUSTER, first_token = blockIdx.y * TOKENS;
-    const bool is_up = KIND == Epilogue::SwiGlu && set >= NUM_SETS / 2;
-    const uint32_t index = KIND == Epilogue::SwiGlu ? (is_up ? 1 : 0) : part_of(layer, block_unit);
-    const Part& part = layer.parts[index];
-    const uint32_t unit = KIND == Epilogue::SwiGlu ? block_unit : block_unit - part.first_unit;
-    constexpr unsigned UNIT_ROWS = KIND == Epilogue::SwiGlu ? ROWS / 2 : ROWS;
-    num_tokens = min(num_tokens - first_token, TOKENS);
-    const Share share = {part,
-                         unit * (UNIT_ROWS / GROUP_ROWS) + (is_up ? set - NUM_SETS / 2 : set) * SET_GROUPS,
-                         layer.num_tiles * rank / CLUSTER,
-                         layer.num_tiles * (rank + 1) / CLUSTER,
-                         layer.num_tiles,
-                         input + (size_t)first_token * columns,
-                         num_tokens,
-                         columns};
+    const Share share = share_of<NUM_SETS>(layer, input, columns, num_tokens, set);
     float sums[2][TOKEN_TILES][4] = {};
-    with_format<Multiply, FORMATS>(part.format, share, sums);
+    with_format<Multiply, FORMATS>(share.part.format, share, sums);
 
     // Everybody has left the stages; the last copies into them were past the end and empty.
     __syncthreads();
@@ -200,20 +170,5 @@ extern "C" __global__ void
             }
         }
     }
-    wait_for_cluster();
-    const auto product = [&](unsigned row, unsigned token) {
-        float sum = 0.0f;
-#pragma unroll
-        for (unsigned other = 0; other < CLUSTER; ++other) {
-#pragma unroll
-            for (unsigned half = 0; half < DEPTH; ++half) {
-                sum += load_from(all_sums + (half * TOKENS + token) * SUM_ROWS + row, other);
-            }
-        }
-        return sum;
-    };
-    // The blocks of a cluster finish a token each in turn.
-    finish<KIND, ROWS, THREADS, CLUSTER>(part, unit * UNIT_ROWS, first_token, num_tokens, output, product, rank);
-    // No block may leave while others read its sums.
-    if (CLUSTER > 1) wait_for_cluster();
+    finish_sums<DEPTH>(share, all_sums, output);
 }

@@ -1,31 +1,25 @@
 // Quantized weights times many tokens on Hopper's tensor cores, which read activations from shared memory themselves:
 // weights become f16 in registers, sums are f32.
 //
-// A block of two groups of four warps makes 128 rows for `TOKENS` tokens, each warp 16 rows. Tiles of weights and 256
+// A block makes `ROWS` rows for `TOKENS` tokens, each of its warps 16 rows. Tiles of weights and 256
 // columns of activations go through a ring of `STAGES` stages in shared memory, which is filled with weights before the
 // wait for the kernel that makes the activations. `CLUSTER` blocks share the tiles of the same rows and add their sums
-// through each other's shared memory. For SwiGLU the first four warps make gates, the others ups: 64 outputs.
+// through each other's shared memory. For SwiGLU the first half of the warps make gates, the others ups.
 //
-// Launch constants: FORMATS (list of the layer's formats), TOKENS (16, 32, 64, 128), STAGES, CLUSTER, EPILOGUE.
+// Launch constants: BLOCK_ROWS (128, 256), FORMATS (list of the layer's formats), TOKENS (16, 32, 64, 128), STAGES, CLUSTER, EPILOGUE.
 // Grid: `CLUSTER` blocks a unit; pieces of `TOKENS` tokens. Dynamic shared memory: `STAGES` stages, at least the sums, and
 // 1024 bytes for their border.
 
 #define BFLOAT 0
-#include "cluster.cuh"
-#include "layer.cuh"
+#include "batch.cuh"
 #include "tensor_core.cuh"
 #include "wgmma.cuh"
 
-constexpr unsigned NUM_WARPS = 8, THREADS = NUM_WARPS * WARP;
-constexpr unsigned WARP_GROUPS = 2, GROUPS = NUM_WARPS * WARP_GROUPS, ROWS = GROUPS * GROUP_ROWS;
-constexpr unsigned MAX_TILE_BYTES = max_tile_bytes<FORMATS>();
+constexpr unsigned WARP_GROUPS = GROUPS / NUM_WARPS;
 // Activations are pieces of 64 columns, 128 bytes a token, in the order that the tensor cores read without conflicts.
 constexpr unsigned PIECE_BYTES = TOKENS * 128, TOKENS_BYTES = 4 * PIECE_BYTES;
 constexpr unsigned STAGE_BYTES = TOKENS_BYTES + (GROUPS * MAX_TILE_BYTES + 1023) / 1024 * 1024;
-// Rows of the sums, padded so that the lanes of a warp write to different banks.
-constexpr unsigned SUM_ROWS = ROWS + 4;
 constexpr unsigned NUM_SUMS = TOKENS / 2;
-constexpr Epilogue KIND = Epilogue::EPILOGUE;
 
 extern __shared__ uint8_t unaligned[];
 
@@ -51,17 +45,6 @@ __device__ __forceinline__ void multiply_tokens(float (&d)[NUM_SUMS], const uint
                      : WGMMA_REGISTERS_8(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
     }
 }
-
-// What a warp works on.
-struct Share {
-    const Part& part;
-    uint32_t first_group;  // of the warp
-    uint32_t first_tile, end_tile;  // of the block's columns
-    uint32_t num_tiles;
-    const uint16_t* input;
-    uint32_t num_tokens, columns;
-    uint8_t* stages;
-};
 
 // Copies 256 columns of the tokens; what lies outside becomes zeros.
 __device__ __forceinline__ void copy_activations(uint8_t* to, const Share& share, uint32_t tile) {
@@ -123,7 +106,7 @@ __device__ __forceinline__ void load_scales(const uint8_t* tile, unsigned index,
 
 template <class F>
 struct Multiply {
-    static __device__ __forceinline__ void run(const Share& share, float (&sums)[NUM_SUMS]) {
+    static __device__ __forceinline__ void run(const Share& share, uint8_t* stages, float (&sums)[NUM_SUMS]) {
         const unsigned lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
         const uint8_t* groups[WARP_GROUPS];
 #pragma unroll
@@ -135,12 +118,12 @@ struct Multiply {
             if (tile >= share.end_tile) return;
 #pragma unroll
             for (unsigned group = 0; group < WARP_GROUPS; ++group) {
-                copy_tile<F>(share.stages + stage * STAGE_BYTES + weights_at + group * MAX_TILE_BYTES,
+                copy_tile<F>(stages + stage * STAGE_BYTES + weights_at + group * MAX_TILE_BYTES,
                              groups[group] + tile * F::TILE_BYTES, lane);
             }
         };
         const auto copy_tokens = [&](uint32_t tile, unsigned stage) {
-            if (tile < share.end_tile) copy_activations(share.stages + stage * STAGE_BYTES, share, tile);
+            if (tile < share.end_tile) copy_activations(stages + stage * STAGE_BYTES, share, tile);
             close_copies();
         };
 #pragma unroll
@@ -158,7 +141,7 @@ struct Multiply {
             const unsigned free_stage = stage == 0 ? STAGES - 1 : stage - 1;
             copy_weights(tile + STAGES - 1, free_stage);
             copy_tokens(tile + STAGES - 1, free_stage);
-            const uint8_t* here = share.stages + stage * STAGE_BYTES;
+            const uint8_t* here = stages + stage * STAGE_BYTES;
             multiply_tile(here + weights_at, shared_address(here), lane, sums);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
@@ -244,24 +227,9 @@ extern "C" __global__ void
     allow_next();
     uint8_t* stages = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
     const unsigned warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const uint32_t rank = blockIdx.x % CLUSTER, block_unit = blockIdx.x / CLUSTER, first_token = blockIdx.y * TOKENS;
-    const bool is_up = KIND == Epilogue::SwiGlu && warp >= NUM_WARPS / 2;
-    const uint32_t index = KIND == Epilogue::SwiGlu ? (is_up ? 1 : 0) : part_of(layer, block_unit);
-    const Part& part = layer.parts[index];
-    const uint32_t unit = KIND == Epilogue::SwiGlu ? block_unit : block_unit - part.first_unit;
-    constexpr unsigned UNIT_ROWS = KIND == Epilogue::SwiGlu ? ROWS / 2 : ROWS;
-    num_tokens = min(num_tokens - first_token, TOKENS);
-    const Share share = {part,
-                         unit * (UNIT_ROWS / GROUP_ROWS) + (is_up ? warp - NUM_WARPS / 2 : warp) * WARP_GROUPS,
-                         layer.num_tiles * rank / CLUSTER,
-                         layer.num_tiles * (rank + 1) / CLUSTER,
-                         layer.num_tiles,
-                         input + (size_t)first_token * columns,
-                         num_tokens,
-                         columns,
-                         stages};
+    const Share share = share_of<NUM_WARPS>(layer, input, columns, num_tokens, warp);
     float sums[NUM_SUMS] = {};
-    with_format<Multiply, FORMATS>(part.format, share, sums);
+    with_format<Multiply, FORMATS>(share.part.format, share, stages, sums);
 
     // Everybody has left the stages; the last copies into them were past the end and empty.
     __syncthreads();
@@ -271,16 +239,6 @@ extern "C" __global__ void
         const unsigned token = i / 4 * 8 + lane % 4 * 2 + i % 2, row = warp * 16 + i % 4 / 2 * 8 + lane / 4;
         all_sums[token * SUM_ROWS + row] = sums[i];
     }
-    wait_for_cluster();
-    const auto product = [&](unsigned row, unsigned token) {
-        float sum = 0.0f;
-#pragma unroll
-        for (unsigned other = 0; other < CLUSTER; ++other) sum += load_from(all_sums + token * SUM_ROWS + row, other);
-        return sum;
-    };
-    // The blocks of a cluster finish a token each in turn.
-    finish<KIND, ROWS, THREADS, CLUSTER>(part, unit * UNIT_ROWS, first_token, num_tokens, output, product, rank);
-    // No block may leave while others read its sums.
-    if (CLUSTER > 1) wait_for_cluster();
+    finish_sums<1>(share, all_sums, output);
 #endif
 }

@@ -44,6 +44,7 @@ pub const SOURCES: &[&Source] = &[
 pub const HEADERS: &[(&str, &str)] = &[
     ("activations.cuh", include_str!("../../cuda/include/activations.cuh")),
     ("attention.cuh", include_str!("../../cuda/include/attention.cuh")),
+    ("batch.cuh", include_str!("../../cuda/include/batch.cuh")),
     ("cluster.cuh", include_str!("../../cuda/include/cluster.cuh")),
     ("decode_work.cuh", include_str!("../../cuda/include/decode_work.cuh")),
     ("gumbel.cuh", include_str!("../../cuda/include/gumbel.cuh")),

@@ -4,6 +4,7 @@
 use super::{
     Target,
     arguments::{ActivationView, LayerView},
+    layout::GROUP_ROWS,
 };
 use crate::{
     KernelError,
@@ -15,10 +16,24 @@ pub const SOURCE: Source = Source {
     name: "batch.cu",
     text: include_str!("../../../cuda/batch.cu"),
     variants: &[
-        &["-DFORMATS=Q4_0,Q4_1,Q5_0", "-DTOKENS=8", "-DSTAGES=4", "-DCLUSTER=1", "-DEPILOGUE=Store"],
-        &["-DFORMATS=Q5_1,Q8_0,Q2_K", "-DTOKENS=32", "-DSTAGES=3", "-DCLUSTER=1", "-DEPILOGUE=Add"],
-        &["-DFORMATS=Q3_K,Q4_K,Q5_K", "-DTOKENS=64", "-DSTAGES=2", "-DCLUSTER=1", "-DEPILOGUE=SwiGlu"],
-        &["-DFORMATS=Q6_K,Q8_K", "-DTOKENS=128", "-DSTAGES=2", "-DCLUSTER=1", "-DEPILOGUE=SwiGlu"],
+        &[
+            "-DBLOCK_ROWS=128",
+            "-DFORMATS=Q4_0,Q4_1,Q5_0",
+            "-DTOKENS=8",
+            "-DSTAGES=4",
+            "-DCLUSTER=1",
+            "-DEPILOGUE=Store",
+        ],
+        &["-DBLOCK_ROWS=128", "-DFORMATS=Q5_1,Q8_0,Q2_K", "-DTOKENS=32", "-DSTAGES=3", "-DCLUSTER=1", "-DEPILOGUE=Add"],
+        &[
+            "-DBLOCK_ROWS=128",
+            "-DFORMATS=Q3_K,Q4_K,Q5_K",
+            "-DTOKENS=64",
+            "-DSTAGES=2",
+            "-DCLUSTER=1",
+            "-DEPILOGUE=SwiGlu",
+        ],
+        &["-DBLOCK_ROWS=128", "-DFORMATS=Q6_K,Q8_K", "-DTOKENS=128", "-DSTAGES=2", "-DCLUSTER=1", "-DEPILOGUE=SwiGlu"],
     ],
 };
 
@@ -27,19 +42,32 @@ pub const HOPPER_SOURCE: Source = Source {
     name: "batch_hopper.cu",
     text: include_str!("../../../cuda/batch_hopper.cu"),
     variants: &[
-        &["-DFORMATS=Q4_0,Q4_1,Q5_0", "-DTOKENS=16", "-DSTAGES=4", "-DCLUSTER=1", "-DEPILOGUE=Store"],
-        &["-DFORMATS=Q5_1,Q8_0,Q2_K", "-DTOKENS=32", "-DSTAGES=3", "-DCLUSTER=1", "-DEPILOGUE=Add"],
-        &["-DFORMATS=Q3_K,Q4_K,Q5_K", "-DTOKENS=64", "-DSTAGES=2", "-DCLUSTER=1", "-DEPILOGUE=SwiGlu"],
-        &["-DFORMATS=Q6_K,Q8_K", "-DTOKENS=128", "-DSTAGES=2", "-DCLUSTER=1", "-DEPILOGUE=SwiGlu"],
+        &[
+            "-DBLOCK_ROWS=128",
+            "-DFORMATS=Q4_0,Q4_1,Q5_0",
+            "-DTOKENS=16",
+            "-DSTAGES=4",
+            "-DCLUSTER=1",
+            "-DEPILOGUE=Store",
+        ],
+        &["-DBLOCK_ROWS=128", "-DFORMATS=Q5_1,Q8_0,Q2_K", "-DTOKENS=32", "-DSTAGES=3", "-DCLUSTER=1", "-DEPILOGUE=Add"],
+        &[
+            "-DBLOCK_ROWS=128",
+            "-DFORMATS=Q3_K,Q4_K,Q5_K",
+            "-DTOKENS=64",
+            "-DSTAGES=2",
+            "-DCLUSTER=1",
+            "-DEPILOGUE=SwiGlu",
+        ],
+        &["-DBLOCK_ROWS=256", "-DFORMATS=Q6_K,Q8_K", "-DTOKENS=128", "-DSTAGES=2", "-DCLUSTER=1", "-DEPILOGUE=SwiGlu"],
     ],
 };
 
-const NUM_THREADS: u32 = 256;
-/// Rows of a block, and outputs that a block of SwiGLU makes.
+/// Rows of a block, and of one of its warps.
 const ROWS: usize = 128;
-const SWIGLU_OUTPUTS: usize = 64;
-/// Groups of 8 rows of a block.
-const GROUPS: usize = 16;
+const WARP_ROWS: usize = 16;
+/// Rows of a block of many tokens on Hopper: no second block fits on the multiprocessor, so the one has more warps.
+const MANY_ROWS: usize = 256;
 /// Bytes of a token in a stage.
 const TOKEN_BYTES: usize = 512;
 /// Tokens of the smallest and of the largest piece.
@@ -65,20 +93,28 @@ const MAX_SHALLOW_TOKENS: usize = 8;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Shape {
     is_hopper: bool,
+    rows: usize,
     tokens: usize,
     stages: usize,
     cluster: usize,
 }
 
 impl Shape {
-    fn of(gpu: &Gpu, layer: &LayerView, num_units: usize, num_tokens: usize) -> Self {
+    fn of(gpu: &Gpu, layer: &LayerView, target: Target, num_tokens: usize) -> Self {
         let limits = gpu.limits();
         let is_hopper = limits.compute_capability == (9, 0) && num_tokens > MAX_SHALLOW_TOKENS;
         let min_tokens = if is_hopper { MIN_HOPPER_TOKENS } else { MIN_TOKENS };
         let tokens = num_tokens.next_power_of_two().clamp(min_tokens, MAX_TOKENS);
-        let mut shape = Self { is_hopper, tokens, stages: 2, cluster: 1 };
-        let num_blocks = num_units * num_tokens.div_ceil(tokens);
-        let (stage_bytes, shared_bytes) = (shape.stage_bytes(layer), limits.max_shared_bytes as usize);
+        let shared_bytes = limits.max_shared_bytes as usize;
+        let mut shape = Self { is_hopper, rows: ROWS, tokens, stages: 2, cluster: 1 };
+        let large = Self { rows: MANY_ROWS, ..shape };
+        // Several pieces of the tokens fill the GPU more evenly with small blocks.
+        let is_large = is_hopper && (MAX_SHARED_TOKENS + 1..=MAX_TOKENS).contains(&num_tokens);
+        if is_large && large.shared_bytes(layer) + RESERVED_BYTES <= shared_bytes {
+            shape = large;
+        }
+        let num_blocks = shape.num_units(layer, target) * num_tokens.div_ceil(tokens);
+        let stage_bytes = shape.stage_bytes(layer);
         // Two blocks on a multiprocessor hide each other's waits, if registers and shared memory are enough for both.
         let half = (shared_bytes / 2).saturating_sub(RESERVED_BYTES);
         let is_shared = tokens <= MAX_SHARED_TOKENS && half / stage_bytes >= 2;
@@ -96,15 +132,26 @@ impl Shape {
         shape
     }
 
+    /// Rows of the layer, for SwiGLU outputs, that a block makes.
+    fn unit_rows(self, target: Target) -> usize {
+        if target == Target::SwiGlu { self.rows / 2 } else { self.rows }
+    }
+
+    /// Blocks, or clusters of them, for each piece of the tokens.
+    fn num_units(self, layer: &LayerView, target: Target) -> usize {
+        let rows_each = self.unit_rows(target);
+        if target == Target::SwiGlu { layer.first_rows().div_ceil(rows_each) } else { layer.num_units(rows_each) }
+    }
+
     fn stage_bytes(self, layer: &LayerView) -> usize {
-        let weights = GROUPS * layer.max_tile_bytes();
+        let weights = self.rows / GROUP_ROWS * layer.max_tile_bytes();
         let border = if self.is_hopper { BORDER } else { 1 };
         weights.next_multiple_of(border) + self.tokens * TOKEN_BYTES
     }
 
     fn shared_bytes(self, layer: &LayerView) -> usize {
         let depth = if !self.is_hopper && self.tokens <= MAX_DEEP_TOKENS { 2 } else { 1 };
-        let sums = depth * self.tokens * (ROWS + 4) * size_of::<f32>();
+        let sums = depth * self.tokens * (self.rows + 4) * size_of::<f32>();
         let border = if self.is_hopper { BORDER } else { 0 };
         (self.stages * self.stage_bytes(layer)).max(sums) + border
     }
@@ -124,11 +171,9 @@ pub(super) fn launch(
     target: Target,
     output: ActivationView,
 ) -> Result<(), KernelError> {
-    let rows_each = if target == Target::SwiGlu { SWIGLU_OUTPUTS } else { ROWS };
-    let num_units =
-        if target == Target::SwiGlu { layer.first_rows().div_ceil(rows_each) } else { layer.num_units(rows_each) };
-    let shape = Shape::of(gpu, layer, num_units, num_tokens);
+    let shape = Shape::of(gpu, layer, target, num_tokens);
     let options = [
+        format!("-DBLOCK_ROWS={}", shape.rows),
         layer.formats(),
         format!("-DTOKENS={}", shape.tokens),
         format!("-DSTAGES={}", shape.stages),
@@ -139,9 +184,10 @@ pub(super) fn launch(
     let kernel = gpu.kernel(source, &options, "batch")?;
     let shared_bytes = shape.shared_bytes(layer) as u32;
     kernel.allow_shared_bytes(gpu, shared_bytes)?;
+    let num_units = shape.num_units(layer, target);
     let grid = [(num_units * shape.cluster) as u32, num_tokens.div_ceil(shape.tokens) as u32, 1];
-    let launch = Launch { grid, block: [NUM_THREADS, 1, 1], shared_bytes };
-    let (layer, output) = (layer.argument(rows_each)?, output.argument());
+    let launch = Launch { grid, block: [(shape.rows / WARP_ROWS * 32) as u32, 1, 1], shared_bytes };
+    let (layer, output) = (layer.argument(shape.unit_rows(target))?, output.argument());
     let arguments = [
         Argument::Struct(bytemuck::bytes_of(&layer)),
         input.halves.into(),
