@@ -58,6 +58,49 @@ __device__ __forceinline__ float multiply(const uint32_t (&words)[8], const Bloc
     return value * block.scale.scale;
 }
 
+// a.x * b[0] + a.y * b[1] + c: a two 16-bit numbers, b bytes.
+__device__ __forceinline__ int add_pair(uint32_t a, uint32_t b, int c) {
+    int sum;
+    asm("dp2a.lo.s32.s32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
+
+// An integer of less than 23 bits that was added to these bits is a float after that number is taken away.
+constexpr int MAGIC_BITS = 0x4b400000;
+constexpr float MAGIC = 12582912.0f;
+
+// As `multiply`, of 2 and 3 bits, where unpacking is most of the work: quants are multiplied where they lie in their
+// words, those of the upper bits four times too large.
+template <class F>
+__device__ __forceinline__ float multiply_few_bits(const LaneBlock<F>& block, const Block& activations) {
+    int dots[2];
+#pragma unroll
+    for (unsigned half = 0; half < 2; ++half) {
+        uint32_t words[4];
+#pragma unroll
+        for (unsigned j = 0; j < 4; ++j) {
+            words[j] = block.low[j % 2] >> 4 * half & (j < 2 ? 0x03030303u : 0x0c0c0c0cu);
+            if constexpr (F::BITS == 3) {
+                words[j] |= shifted(block.high[0], 4 * half + j % 2, 2) & (j < 2 ? 0x04040404u : 0x10101010u);
+            }
+        }
+        const int* quants = activations.quants + 4 * half;
+        // Less than 2^15 also when they are four times too large.
+        const int offset = -F::OFFSET * activations.scale.sums[half];
+        const int dot = __dp4a((int)words[1], quants[1], __dp4a((int)words[0], quants[0], offset));
+        dots[half] = __dp4a((int)words[3], quants[3], __dp4a((int)words[2], quants[2], 4 * dot));
+    }
+    const uint32_t pair = __byte_perm(dots[0], dots[1], 0x5410);
+    const int dot = add_pair(pair, F::HAS_MIN ? block.scales.x & 0x0f0f : block.scales.x, MAGIC_BITS);
+    float value = 0.25f * half_to_float(block.factors) * (__int_as_float(dot) - MAGIC);
+    if constexpr (F::HAS_MIN) {
+        const uint32_t sums = (uint16_t)activations.scale.sums[0] | (uint32_t)activations.scale.sums[1] << 16;
+        const int sum = add_pair(sums, block.scales.x >> 4 & 0x0f0f, MAGIC_BITS);
+        value = fmaf(half_to_float(block.factors >> 16), __int_as_float(sum) - MAGIC, value);
+    }
+    return value * activations.scale.scale;
+}
+
 // Rings of tiles, one of `STAGES * GROUPS` for each warp.
 extern __shared__ __align__(16) uint8_t rings[];
 
@@ -118,19 +161,23 @@ struct Multiply {
             uint32_t words[GROUPS][8];
             BlockScales scales[GROUPS];
 #pragma unroll
-            for (unsigned group = 0; group < GROUPS; ++group) {
+            for (unsigned group = 0; group < GROUPS && F::BITS >= 4; ++group) {
                 scales[group] = unpack_scales(loaded[block][group], block, lane);
 #pragma unroll
                 for (unsigned j = 0; j < 8; ++j) words[group][j] = unpack_word(loaded[block][group], j);
             }
 #pragma unroll
             for (unsigned token = 0; token < TOKENS; ++token) {
-                if (token >= num_tokens) break;
+                if (token > 0 && token >= num_tokens) break;
                 const Block activations =
                     token == 0 ? first[block] : load_activations(input[token * num_tiles], 4 * block + lane % 4);
 #pragma unroll
                 for (unsigned group = 0; group < GROUPS; ++group) {
-                    sums[group][token] += multiply<F>(words[group], scales[group], activations);
+                    if constexpr (F::BITS < 4) {
+                        sums[group][token] += multiply_few_bits(loaded[block][group], activations);
+                    } else {
+                        sums[group][token] += multiply<F>(words[group], scales[group], activations);
+                    }
                 }
             }
         }

@@ -59,8 +59,10 @@ pub const SOURCE: Source = Source {
 const GROUP_ROWS: usize = 8;
 const SWIGLU_OUTPUTS: usize = 32;
 
-/// Tiles of formats of up to 5 bits.
-const SMALL_TILE_BYTES: usize = 1536;
+/// Bytes of the largest tiles of formats of up to 3, 4 and 5 bits.
+const THREE_BITS: usize = 928;
+const FOUR_BITS: usize = 1280;
+const FIVE_BITS: usize = 1536;
 /// Rows of layers that fill a GPU several times, and that do not fill it with blocks of 8 rows.
 const MANY_ROWS: usize = 16384;
 const FEW_ROWS: usize = 5120;
@@ -79,13 +81,18 @@ struct Shape {
 impl Shape {
     /// What was fastest on an H200 for layers of about that size.
     fn of(layer: &LayerView, target: Target) -> Self {
-        let is_small = layer.max_tile_bytes() <= SMALL_TILE_BYTES;
+        let tile_bytes = layer.max_tile_bytes();
         let (groups, sets, splits, stages) = match (target, layer.num_rows(), layer.num_tiles()) {
-            (Target::SwiGlu, ..) if is_small => (4, 2, 2, 1),
+            (Target::SwiGlu, ..) if layer.has_six_bit_scales() => (4, 2, 2, 1),
+            (Target::SwiGlu, ..) if tile_bytes <= FIVE_BITS => (2, 4, 2, 1),
             (Target::SwiGlu, ..) => (1, 8, 2, 1),
             (_, MANY_ROWS.., _) => (1, 1, 4, 2),
+            (_, _, MANY_TILES..) if tile_bytes <= FOUR_BITS => (4, 1, 16, 1),
+            (_, ..=FEW_ROWS, ..MANY_TILES) if THREE_BITS < tile_bytes && tile_bytes <= FOUR_BITS => (2, 2, 8, 1),
             (_, _, MANY_TILES..) | (_, ..=FEW_ROWS, _) => (1, 2, 8, 1),
-            _ if is_small => (2, 1, 8, 1),
+            _ if tile_bytes <= THREE_BITS => (2, 1, 8, 2),
+            _ if tile_bytes <= FOUR_BITS => (2, 1, 8, 1),
+            _ if tile_bytes <= FIVE_BITS => (1, 2, 4, 2),
             _ => (1, 1, 4, 2),
         };
         Self { groups, sets, splits, stages }

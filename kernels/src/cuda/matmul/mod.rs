@@ -118,6 +118,9 @@ impl Matmul {
     pub fn launch(&self, call: &MatmulCall) -> Result<(), KernelError> {
         call.check()?;
         let MatmulCall { num_tokens, ref weight, target, .. } = *call;
+        if num_tokens == 0 {
+            return Ok(());
+        }
         let (input, output) = (ActivationView::of(&call.input), ActivationView::of(&call.output));
         if target != Target::SwiGlu {
             return self.launch_parts(num_tokens, weight, input, target, output);
