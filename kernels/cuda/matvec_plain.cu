@@ -1,11 +1,11 @@
 // Weights of 16 or 32 bits times one to eight tokens.
 //
 // A block makes `SETS * ROWS_EACH` rows: each of its warps `ROWS_EACH` rows over every `SPLITS`-th piece of the columns,
-// summed over the warps in shared memory. The first weights are under way before the wait for the kernel that makes the
-// activations. For SwiGLU the first half of the sets are gates, the second half ups, and a block makes 32 outputs.
+// summed over the warps in shared memory. `STAGES` pieces of the weights are under way in registers, the first ones before
+// the wait for the kernel that makes the activations. For SwiGLU the first half of the sets are gates, the second half ups, and a block makes 32 outputs.
 //
 // Launch constants: WEIGHT and INPUT (F32, F16, BF16), VECTOR (8 if `columns` is a multiple of it, else 1), ROWS_EACH,
-// SETS, SPLITS, TOKENS, EPILOGUE. Grid: one block a unit.
+// SETS, SPLITS, STAGES, TOKENS, EPILOGUE. Grid: one block a unit.
 
 #include "layer.cuh"
 #include "plain.cuh"
@@ -13,16 +13,28 @@
 constexpr unsigned NUM_WARPS = SETS * SPLITS, THREADS = NUM_WARPS * WARP, ROWS = SETS * ROWS_EACH;
 constexpr unsigned STEP = VECTOR * WARP * SPLITS;
 constexpr Epilogue KIND = Epilogue::EPILOGUE;
-static_assert(KIND != Epilogue::SwiGlu || ROWS == 2 * WARP, "a block makes 32 outputs of SwiGLU");
+static_assert(KIND == Epilogue::SwiGlu ? ROWS == 2 * WARP : ROWS * TOKENS <= THREADS,
+              "a block makes 32 outputs of SwiGLU, a thread finishes one of others");
+
+// What a thread reads at once of a row, as stored and as floats.
+template <class Type, unsigned SIZE>
+struct Vector {
+    using Raw = typename Type::Eight;
+    static __device__ __forceinline__ Raw load(const typename Type::Stored* from) { return Type::load8(from); }
+    static __device__ __forceinline__ Raw stream(const typename Type::Stored* from) { return Type::stream8(from); }
+    static __device__ __forceinline__ void convert(const Raw& raw, float (&values)[SIZE]) { Type::convert(raw, values); }
+};
 
 template <class Type>
-__device__ __forceinline__ void load(const typename Type::Stored* from, float (&values)[VECTOR]) {
-    if constexpr (VECTOR == 8) {
-        Type::load8(from, values);
-    } else {
-        values[0] = Type::load(from);
-    }
-}
+struct Vector<Type, 1> {
+    using Raw = float;
+    static __device__ __forceinline__ Raw load(const typename Type::Stored* from) { return Type::load(from); }
+    static __device__ __forceinline__ Raw stream(const typename Type::Stored* from) { return Type::load(from); }
+    static __device__ __forceinline__ void convert(float raw, float (&values)[1]) { values[0] = raw; }
+};
+
+using Weights = Vector<WEIGHT, VECTOR>;
+using Inputs = Vector<INPUT, VECTOR>;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     matvec_plain(const __grid_constant__ Layer layer, const INPUT::Stored* input, uint32_t columns,
@@ -41,32 +53,41 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (unsigned row = 0; row < ROWS_EACH; ++row) {
         rows[row] = (const WEIGHT::Stored*)part.tiles + (size_t)min(first_row + row, part.rows - 1) * columns;
     }
-    uint32_t column = (warp % SPLITS * WARP + lane) * VECTOR;
-    float next[ROWS_EACH][VECTOR];
-    if (column < columns) {
+    const uint32_t first_column = (warp % SPLITS * WARP + lane) * VECTOR;
+    typename Weights::Raw pending[STAGES][ROWS_EACH];
+    const auto fetch = [&](uint32_t column, unsigned stage) {
+        if (column >= columns) return;
 #pragma unroll
-        for (unsigned row = 0; row < ROWS_EACH; ++row) load<WEIGHT>(rows[row] + column, next[row]);
-    }
+        for (unsigned row = 0; row < ROWS_EACH; ++row) pending[stage][row] = Weights::stream(rows[row] + column);
+    };
+#pragma unroll
+    for (unsigned stage = 0; stage < STAGES; ++stage) fetch(first_column + stage * STEP, stage);
+    Single<KIND, ROWS> own(part, unit * UNIT_ROWS, num_tokens, output);
     wait_for_previous();
+    own.load();
     float sums[ROWS_EACH][TOKENS] = {};
 #pragma unroll 1
-    for (; column < columns; column += STEP) {
-        float weights[ROWS_EACH][VECTOR];
+    for (uint32_t start = first_column; start < columns; start += STAGES * STEP) {
 #pragma unroll
-        for (unsigned row = 0; row < ROWS_EACH; ++row) {
+        for (unsigned stage = 0; stage < STAGES; ++stage) {
+            const uint32_t column = start + stage * STEP;
+            if (column >= columns) break;
+            float weights[ROWS_EACH][VECTOR];
 #pragma unroll
-            for (unsigned i = 0; i < VECTOR; ++i) weights[row][i] = next[row][i];
-            if (column + STEP < columns) load<WEIGHT>(rows[row] + column + STEP, next[row]);
-        }
+            for (unsigned row = 0; row < ROWS_EACH; ++row) Weights::convert(pending[stage][row], weights[row]);
+            fetch(column + STAGES * STEP, stage);
 #pragma unroll
-        for (unsigned token = 0; token < TOKENS; ++token) {
-            if (token >= num_tokens) break;
-            float values[VECTOR];
-            load<INPUT>(input + (size_t)token * columns + column, values);
+            for (unsigned token = 0; token < TOKENS; ++token) {
+                if (token > 0 && token >= num_tokens) break;
+                float values[VECTOR];
+                Inputs::convert(Inputs::load(input + (size_t)token * columns + column), values);
 #pragma unroll
-            for (unsigned row = 0; row < ROWS_EACH; ++row) {
+                for (unsigned row = 0; row < ROWS_EACH; ++row) {
 #pragma unroll
-                for (unsigned i = 0; i < VECTOR; ++i) sums[row][token] = fmaf(weights[row][i], values[i], sums[row][token]);
+                    for (unsigned i = 0; i < VECTOR; ++i) {
+                        sums[row][token] = fmaf(weights[row][i], values[i], sums[row][token]);
+                    }
+                }
             }
         }
     }
@@ -85,5 +106,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (unsigned split = 0; split < SPLITS; ++split) sum += partial[split][token][row];
         return sum;
     };
-    finish<KIND, ROWS, THREADS, 1>(part, unit * UNIT_ROWS, 0, num_tokens, output, product, 0);
+    if constexpr (KIND == Epilogue::SwiGlu) {
+        finish<KIND, ROWS, THREADS, 1>(part, unit * UNIT_ROWS, 0, num_tokens, output, product, 0);
+    } else {
+        own.finish(product);
+    }
 }

@@ -52,6 +52,39 @@ __device__ __forceinline__ void with_format(uint32_t index, Args&&... args) {
     }
 }
 
+// The output of a thread, where a block has at least as many threads as outputs: thread `token * ROWS + row` has row
+// `first_row + row` of the part. What it adds to is read long before it is needed.
+template <Epilogue EPILOGUE, unsigned ROWS>
+struct Single {
+    const Activations& output;
+    size_t place;
+    unsigned row, token;
+    float before;
+    bool is_wanted;
+
+    __device__ __forceinline__ Single(const Part& part, uint32_t first_row, uint32_t num_tokens,
+                                      const Activations& output)
+        : output(output), row(threadIdx.x % ROWS), token(threadIdx.x / ROWS), before(0.0f) {
+        is_wanted = EPILOGUE != Epilogue::SwiGlu && token < num_tokens && first_row + row < part.rows;
+        place = (size_t)token * output.columns + part.first_row + first_row + row;
+    }
+
+    __device__ __forceinline__ void load() {
+        if (EPILOGUE == Epilogue::Add && is_wanted) before = output.values[place];
+    }
+
+    // `product(row, token)` as for `finish`.
+    template <class Product>
+    __device__ __forceinline__ void finish(const Product& product) const {
+        if (!is_wanted) return;
+        const float value = before + product(row, token);
+        if (output.values != nullptr) output.values[place] = value;
+        if (EPILOGUE == Epilogue::Store && output.halves != nullptr) {
+            output.halves[place] = output.is_bfloat ? to_bfloat(value) : to_half(value);
+        }
+    }
+};
+
 // Hands on the products of a block. `product(row, token)` is one of its `ROWS` rows and `num_tokens` tokens (from
 // `first_token` on), of which it takes every `SHARERS`-th from `share` on. For SwiGLU the first half of the rows are
 // gates, the second half their ups; else they are rows from `row` on of `part`.

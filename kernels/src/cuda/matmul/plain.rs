@@ -1,6 +1,8 @@
 //! Weights of 16 and 32 bits times one to eight tokens. Device code: `cuda/matvec_plain.cu`.
 //! For: decode with unquantized checkpoints. Invariant: as `matvec`.
 
+use std::ops::Range;
+
 use lockstep_formats::GgmlType;
 
 use super::{
@@ -24,6 +26,7 @@ pub const SOURCE: Source = Source {
             "-DROWS_EACH=2",
             "-DSETS=1",
             "-DSPLITS=4",
+            "-DSTAGES=1",
             "-DTOKENS=1",
             "-DEPILOGUE=Add",
         ],
@@ -34,6 +37,7 @@ pub const SOURCE: Source = Source {
             "-DROWS_EACH=4",
             "-DSETS=16",
             "-DSPLITS=1",
+            "-DSTAGES=1",
             "-DTOKENS=8",
             "-DEPILOGUE=SwiGlu",
         ],
@@ -44,6 +48,7 @@ pub const SOURCE: Source = Source {
             "-DROWS_EACH=2",
             "-DSETS=1",
             "-DSPLITS=4",
+            "-DSTAGES=1",
             "-DTOKENS=2",
             "-DEPILOGUE=Store",
         ],
@@ -53,6 +58,9 @@ pub const SOURCE: Source = Source {
 const SWIGLU_OUTPUTS: usize = 32;
 /// Elements of a load.
 const VECTOR: usize = 8;
+/// Rows of layers that fill a GPU neither exactly nor many times, and columns of long rows.
+const MEDIUM_ROWS: Range<usize> = 5120..16384;
+const LONG_COLUMNS: usize = 8192;
 
 /// Launches the product of a layer of one type and at most 8 rows: of halves of the same type, else of f32.
 pub(super) fn launch(
@@ -68,7 +76,12 @@ pub(super) fn launch(
         (GgmlType::F16, Some(HalfType::F16)) | (GgmlType::BF16, Some(HalfType::BF16)) => (ggml_type, input.halves),
         _ => (GgmlType::F32, input.values),
     };
-    let (rows_each, sets, splits) = if target == Target::SwiGlu { (4, 16, 1) } else { (2, 1, 4) };
+    // What was fastest on an H200 for layers of about that size.
+    let (rows_each, sets, splits, stages) = match target {
+        Target::SwiGlu => (4, 16, 1, 1),
+        _ if MEDIUM_ROWS.contains(&layer.num_rows()) && input.columns < LONG_COLUMNS => (4, 4, 2, 2),
+        _ => (4, 1, 4, 1),
+    };
     let unit_rows = if target == Target::SwiGlu { SWIGLU_OUTPUTS } else { rows_each * sets };
     let num_units =
         if target == Target::SwiGlu { layer.first_rows().div_ceil(unit_rows) } else { layer.num_units(unit_rows) };
@@ -79,6 +92,7 @@ pub(super) fn launch(
         format!("-DROWS_EACH={rows_each}"),
         format!("-DSETS={sets}"),
         format!("-DSPLITS={splits}"),
+        format!("-DSTAGES={stages}"),
         format!("-DTOKENS={}", num_tokens.next_power_of_two()),
         format!("-DEPILOGUE={}", target.name()),
     ];
