@@ -80,6 +80,27 @@ pub enum RequestError {
     /// The replica that ran the request broke.
     #[error("the replica that served the request was lost: {0}")]
     ReplicaLost(BreakCause),
+    /// It broke, and no other took the request in time.
+    #[error(
+        "the replica that served the request was lost ({cause}), and no other took it within {waited:?}: {problem}"
+    )]
+    NotResumed {
+        /// What broke the last one.
+        cause: BreakCause,
+        /// Longest wait.
+        waited: Duration,
+        /// What the model waits for.
+        problem: String,
+    },
+    /// Replica after replica broke with the request, which may be the reason.
+    #[error("{count} replicas in a row broke while they ran the request; it is given to no other")]
+    BrokeReplicas {
+        /// How many.
+        count: usize,
+    },
+    /// The model was unloaded while the request waited for a replica.
+    #[error("the model was unloaded")]
+    ModelGone,
     /// The client's deadline passed.
     #[error("the request's deadline passed")]
     Deadline,
@@ -114,6 +135,11 @@ impl RequestError {
         }
     }
 
+    /// Whether a replica failed the request that another one may serve.
+    pub fn is_about_the_replica(&self) -> bool {
+        matches!(self, Self::ReplicaLost(cause) if !matches!(cause, BreakCause::Unloaded | BreakCause::ShuttingDown))
+    }
+
     /// Its class on the wire.
     pub fn class(&self) -> Class {
         match self {
@@ -123,10 +149,10 @@ impl RequestError {
             Self::NotReady { .. } => Class::NotReady,
             Self::Overloaded { .. } => Class::Overloaded,
             Self::ShuttingDown => Class::ShuttingDown,
-            Self::ReplicaLost(_) => Class::WorkerLost,
+            Self::ReplicaLost(_) | Self::NotResumed { .. } | Self::ModelGone => Class::WorkerLost,
             Self::Deadline => Class::Deadline,
             Self::Worker { class, .. } => *class,
-            Self::Internal(_) => Class::Internal,
+            Self::BrokeReplicas { .. } | Self::Internal(_) => Class::Internal,
         }
     }
 }

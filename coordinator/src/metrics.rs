@@ -17,6 +17,8 @@ const PROMPT_TOKENS: &str = "lockstep_coordinator_prompt_tokens_total";
 const COMPLETION_TOKENS: &str = "lockstep_coordinator_completion_tokens_total";
 const TTFT: &str = "lockstep_coordinator_time_to_first_token_seconds";
 const INTER_TOKEN: &str = "lockstep_coordinator_inter_token_seconds";
+const MOVED_REQUESTS: &str = "lockstep_coordinator_moved_requests_total";
+const STREAM_GAP: &str = "lockstep_coordinator_stream_gap_seconds";
 const WORKERS: &str = "lockstep_coordinator_live_workers";
 const READY_REPLICAS: &str = "lockstep_coordinator_ready_replicas";
 const WAITING: &str = "lockstep_worker_waiting_sequences";
@@ -25,13 +27,15 @@ const KV_BLOCKS: &str = "lockstep_worker_kv_blocks";
 const FREE_KV_BLOCKS: &str = "lockstep_worker_free_kv_blocks";
 
 /// Every metric with its help text.
-const DESCRIPTIONS: [(&str, &str); 12] = [
+const DESCRIPTIONS: [(&str, &str); 14] = [
     (REQUESTS, "Generate requests that ended, by outcome"),
     (RUNNING, "Generate requests in the coordinator"),
     (PROMPT_TOKENS, "Prompt tokens of admitted requests"),
     (COMPLETION_TOKENS, "Tokens received from workers"),
     (TTFT, "From acceptance of a request to its first token"),
     (INTER_TOKEN, "Between two messages with tokens of a stream"),
+    (MOVED_REQUESTS, "Moves of requests to another replica after theirs broke"),
+    (STREAM_GAP, "From the last token of a stream that was moved, or else its acceptance, to the next"),
     (WORKERS, "Registered workers"),
     (READY_REPLICAS, "Replicas that take requests, by model"),
     (WAITING, "Sequences that wait in the engines, by model"),
@@ -40,7 +44,7 @@ const DESCRIPTIONS: [(&str, &str); 12] = [
     (FREE_KV_BLOCKS, "Free KV blocks of the engines, by model"),
 ];
 
-/// Buckets of both latency histograms, seconds.
+/// Buckets of the latency histograms, seconds.
 const LATENCY_BUCKETS: [f64; 16] =
     [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 60.0];
 
@@ -60,6 +64,10 @@ pub struct Metrics {
     pub ttft: Histogram,
     /// Seconds between messages with tokens.
     pub inter_token: Histogram,
+    /// Moves of requests to another replica.
+    pub moved_requests: Counter,
+    /// Seconds without a token around a move.
+    pub stream_gap: Histogram,
 }
 
 impl Default for Metrics {
@@ -71,7 +79,7 @@ impl Default for Metrics {
         for (name, help) in DESCRIPTIONS {
             let unit = if name.ends_with("_seconds") { Unit::Seconds } else { Unit::Count };
             match name {
-                TTFT | INTER_TOKEN => recorder.describe_histogram(name.into(), Some(unit), help.into()),
+                TTFT | INTER_TOKEN | STREAM_GAP => recorder.describe_histogram(name.into(), Some(unit), help.into()),
                 _ if name.ends_with("_total") => recorder.describe_counter(name.into(), Some(unit), help.into()),
                 _ => recorder.describe_gauge(name.into(), Some(unit), help.into()),
             }
@@ -83,6 +91,8 @@ impl Default for Metrics {
             completion_tokens: counter(COMPLETION_TOKENS),
             ttft: histogram(TTFT),
             inter_token: histogram(INTER_TOKEN),
+            moved_requests: counter(MOVED_REQUESTS),
+            stream_gap: histogram(STREAM_GAP),
             recorder,
         }
     }

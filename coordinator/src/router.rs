@@ -58,13 +58,8 @@ impl Router {
     /// # Errors
     /// [`RequestError::NotReady`] with the model's problem.
     pub fn replica(&self, model: &ServedModel, tokens: u64) -> Result<ReplicaLoad, RequestError> {
-        model
-            .replicas
-            .iter()
-            .filter(|replica| replica.is_ready())
-            .min_by_key(|replica| replica.outstanding_tokens())
-            .map(|replica| ReplicaLoad::new(Arc::clone(replica), tokens))
-            .ok_or_else(|| RequestError::NotReady { model: model.spec.name.clone(), problem: model.explain().public })
+        let not_ready = || RequestError::NotReady { model: model.spec.name.clone(), problem: model.explain().public };
+        model.least_loaded(tokens, |_| true).ok_or_else(not_ready)
     }
 }
 

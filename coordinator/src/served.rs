@@ -60,6 +60,13 @@ impl ServedModel {
         self.replicas.iter().any(|replica| replica.is_ready())
     }
 
+    /// The least loaded of the ready replicas that `accepts` takes, charged with `tokens`.
+    pub fn least_loaded(&self, tokens: u64, accepts: impl Fn(&Replica) -> bool) -> Option<ReplicaLoad> {
+        let candidates = self.replicas.iter().filter(|replica| replica.is_ready() && accepts(replica));
+        let replica = candidates.min_by_key(|replica| replica.outstanding_tokens())?;
+        Some(ReplicaLoad::new(Arc::clone(replica), tokens))
+    }
+
     /// Longest sequence that the newest plan, or else the model, allows.
     pub fn max_sequence_tokens(&self) -> usize {
         match (&self.plan, &self.description) {
@@ -238,6 +245,14 @@ impl Replica {
     /// Whether it holds devices: everything but broken.
     pub fn is_live(&self) -> bool {
         !matches!(*self.state.borrow(), ReplicaState::Broken(_))
+    }
+
+    /// What broke it, if it is broken.
+    pub fn break_cause(&self) -> Option<BreakCause> {
+        match &*self.state.borrow() {
+            ReplicaState::Broken(breakage) => Some(breakage.cause),
+            _ => None,
+        }
     }
 
     /// When it began to take requests.

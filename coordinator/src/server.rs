@@ -58,7 +58,12 @@ pub async fn run(
     let metrics = Arc::new(Metrics::default());
     let (reporter, health_service) = tonic_health::server::health_reporter();
 
-    let intake = Intake { admission: admission.clone(), router: router.clone(), metrics: Arc::clone(&metrics) };
+    let intake = Intake {
+        admission: admission.clone(),
+        router: router.clone(),
+        metrics: Arc::clone(&metrics),
+        failover_timeout: config.failover_timeout,
+    };
     let inference = InferenceService { intake: intake.clone() };
     let admin = AdminService { workers: registry.watch(), router: router.clone(), planner };
     let registration =

@@ -65,6 +65,15 @@ impl Client {
         Ok(self.inference.clone().tokenize(request).await?.into_inner().token_ids)
     }
 
+    /// Whether the only model is served.
+    ///
+    /// # Errors
+    /// If the server does not answer.
+    pub async fn is_ready(&self) -> Result<bool, Status> {
+        let models = self.inference.clone().list_models(v1::ListModelsRequest {}).await?.into_inner().models;
+        Ok(models.iter().all(|model| model.ready))
+    }
+
     /// The engine of the only replica, as its leader last reported it.
     ///
     /// # Errors

@@ -15,6 +15,8 @@ use tempfile::TempDir;
 
 use crate::{Client, environment, process::PATIENCE};
 
+/// Where `up` says what it runs.
+const READY_FILE: &str = "ready.json";
 /// Between two looks.
 const POLL: Duration = Duration::from_millis(50);
 
@@ -31,12 +33,14 @@ pub struct Layout {
     pub is_on_gpus: bool,
     /// Worker processes, which share the ranks equally.
     pub workers: usize,
+    /// Full copies of the model.
+    pub replicas: usize,
 }
 
 impl Layout {
     /// `tensor` × `pipeline` workers of one thread.
     pub fn new(tensor: usize, pipeline: usize) -> Self {
-        Self { tensor, pipeline, threads: 1, is_on_gpus: false, workers: tensor * pipeline }
+        Self { tensor, pipeline, threads: 1, is_on_gpus: false, workers: tensor * pipeline, replicas: 1 }
     }
 
     /// `tensor` × `pipeline` GPUs of one worker.
@@ -51,7 +55,7 @@ impl Layout {
 
     /// Arguments of `up`.
     fn arguments(&self) -> Vec<String> {
-        let num_ranks = self.tensor * self.pipeline;
+        let num_ranks = self.tensor * self.pipeline * self.replicas;
         let devices = if self.is_on_gpus {
             let names: Vec<String> = (0..num_ranks).map(|ordinal| format!("cuda:{ordinal}")).collect();
             format!("--device={}", names.join(","))
@@ -63,6 +67,7 @@ impl Layout {
             format!("--workers={}", self.workers),
             format!("--tensor-parallel={}", self.tensor),
             format!("--pipeline-parallel={}", self.pipeline),
+            format!("--replicas={}", self.replicas),
             format!("--threads-per-worker={}", self.threads),
         ]
     }
@@ -92,8 +97,8 @@ impl Cluster {
     pub fn start_with(layout: Layout, model: &Path) -> anyhow::Result<Self> {
         let turn = turn()?;
         let folder = TempDir::new()?;
-        let ready_file = folder.path().join("ready.json");
-        let log = File::create(folder.path().join("log"))?;
+        let ready_file = folder.path().join(READY_FILE);
+        let log = File::options().create(true).append(true).open(folder.path().join("log"))?;
         let mut up = Command::new(environment::binary()?)
             .arg("up")
             .arg("--exit-on-stdin-close")
@@ -129,12 +134,27 @@ impl Cluster {
         self.ready["http"].as_str().unwrap_or_default().to_owned()
     }
 
-    /// Process id of a worker.
+    /// Process id of a worker, which changes when it is started again.
     ///
     /// # Errors
     /// If there is no such worker.
     pub fn worker_pid(&self, index: usize) -> anyhow::Result<u64> {
-        self.ready["worker_pids"][index].as_u64().with_context(|| format!("no worker {index} in {}", self.ready))
+        let ready: Value = serde_json::from_slice(&std::fs::read(self.folder.path().join(READY_FILE))?)?;
+        ready["worker_pids"][index].as_u64().with_context(|| format!("no worker {index} in {ready}"))
+    }
+
+    /// One more worker of one thread; it is killed when dropped.
+    ///
+    /// # Errors
+    /// If it cannot be started.
+    pub fn spare_worker(&self, worker_id: &str) -> anyhow::Result<SpareWorker> {
+        let log = File::options().append(true).open(self.folder.path().join("log"))?;
+        let coordinator = format!("--coordinator=http://{}", self.grpc());
+        let child = Command::new(environment::binary()?)
+            .args(["worker", "--device=cpu", "--threads-per-device=1", "--worker-id", worker_id, &coordinator])
+            .stderr(log)
+            .spawn()?;
+        Ok(SpareWorker(child))
     }
 
     /// A client of it.
@@ -176,6 +196,17 @@ impl Cluster {
         }
         self.up.kill()?;
         bail!("the cluster did not stop: {}", self.log())
+    }
+}
+
+/// A worker that `up` knows nothing of.
+pub struct SpareWorker(Child);
+
+impl Drop for SpareWorker {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
     }
 }
 

@@ -2,7 +2,7 @@
 //! For: [`grpc`](super::grpc) starts one sequence of a request, the OpenAI API several.
 //! Invariant: a request is refused before it costs anything: admission, model, values, prompt length, replica.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use lockstep_proto::v1::{self, generate_request::Input};
 use tokio::time::Instant;
@@ -10,6 +10,7 @@ use tokio::time::Instant;
 use super::{
     generation::{Generation, Running},
     output::Output,
+    placement::{Failover, Placement},
     validate::{self, PromptText},
 };
 use crate::{
@@ -32,6 +33,8 @@ pub struct Intake {
     pub router: Router,
     /// Counts requests.
     pub metrics: Arc<Metrics>,
+    /// Longest wait for another replica when one breaks, of a request without a deadline.
+    pub failover_timeout: Duration,
 }
 
 /// A request that can be served, its prompt tokenized.
@@ -84,7 +87,7 @@ impl Intake {
     /// Starts one sequence of a request on the best replica; its seed is the request's plus `seed_offset`.
     ///
     /// # Errors
-    /// [`RequestError`] if no replica serves the model, or the one that was chosen refuses.
+    /// [`RequestError`] if no replica serves the model, or all that were asked refuse.
     pub async fn start(
         &self,
         prepared: &Prepared,
@@ -96,28 +99,23 @@ impl Intake {
         let mut sampling = prepared.sampling.clone();
         sampling.seed = Some(sampling.seed().wrapping_add(seed_offset));
         let prompt_tokens = token_ids.len() as u32;
-        let load = self.router.replica(model, token_ids.len() as u64 + u64::from(sampling.max_tokens()))?;
         let eos_token_ids = if sampling.ignore_eos { Vec::new() } else { description.eos_token_ids.clone() };
         let sequence = v1::RunSequenceRequest {
             model: model.spec.name.clone(),
-            plan_epoch: load.replica.plan_epoch,
-            replica: load.replica.index as u32,
             request_id: request_id.clone(),
             token_ids: token_ids.clone(),
             sampling: Some(sampling),
             eos_token_ids,
+            ..Default::default()
         };
-        self.metrics.prompt_tokens.increment(u64::from(prompt_tokens));
-        let running = Running {
-            request_id: request_id.clone(),
-            permit,
-            load,
-            deadline: times.deadline,
-            accepted: times.accepted,
-            prompt_tokens,
-            metrics: Arc::clone(&self.metrics),
-        };
-        Generation::start(running, sequence, Output::new(description.tokenizer.clone(), prepared.stops.clone())).await
+        let metrics = Arc::clone(&self.metrics);
+        let failover =
+            Failover { router: self.router.clone(), timeout: self.failover_timeout, metrics: Arc::clone(&metrics) };
+        let placement = Placement::new(failover, Arc::clone(description), sequence, times.deadline);
+        let output = Output::new(description.tokenizer.clone(), prepared.stops.clone());
+        let running =
+            Running { request_id: request_id.clone(), permit, accepted: times.accepted, prompt_tokens, metrics };
+        Generation::start(running, model, placement, output).await
     }
 }
 

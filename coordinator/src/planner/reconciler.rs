@@ -130,6 +130,7 @@ impl Reconciler {
         let mut has_changed = !lost.is_empty();
         for (worker_id, session) in lost {
             self.workers.remove(&worker_id);
+            self.unloads.forget(&worker_id, session);
             for replica in self.models.values().flat_map(|model| &model.replicas) {
                 if replica.uses(&worker_id, session) {
                     let detail = format!("worker {worker_id} was lost");

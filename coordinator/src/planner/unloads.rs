@@ -51,6 +51,11 @@ impl Unloads {
         }
     }
 
+    /// Forgets the calls to a registration that ended: nobody plans with it, so nobody has to wait for them.
+    pub fn forget(&mut self, worker_id: &str, session: u64) {
+        self.0.retain(|part, _| part.worker_id != worker_id || part.session != session);
+    }
+
     /// Whether the part was freed lately: a heartbeat that lists it is older.
     pub fn is_freed(&self, part: &Part) -> bool {
         self.0.get(part).is_some_and(|end| end.as_ref().is_some_and(|end| end.is_freed))
@@ -81,5 +86,9 @@ mod tests {
         assert!(unloads.start(&part, begin + RETRY));
         unloads.end(&part, true, begin + RETRY);
         assert!(unloads.is_freed(&part));
+        unloads.forget("w", 2);
+        assert!(unloads.is_freed(&part));
+        unloads.forget("w", 1);
+        assert!(!unloads.is_freed(&part));
     }
 }

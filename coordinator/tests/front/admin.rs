@@ -7,7 +7,7 @@ use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus,
 
 use crate::stub::{BAD_SOURCE, Coordinator, StubWorker, cluster, config, eventually, request};
 
-async fn get(coordinator: &Coordinator, path: &str) -> String {
+pub async fn get(coordinator: &Coordinator, path: &str) -> String {
     let mut stream = tokio::net::TcpStream::connect(coordinator.http).await.unwrap();
     let head = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
     stream.write_all(head.as_bytes()).await.unwrap();

@@ -1,10 +1,11 @@
 //! The coordinator's front against stub workers: real sockets, the real protocol, no computation.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail by panicking")]
 
 #[path = "../stub/mod.rs"]
 mod stub;
 
 mod admin;
+mod failover;
 mod generate;
 mod liveness;

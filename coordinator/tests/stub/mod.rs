@@ -5,6 +5,8 @@
 #![allow(dead_code, reason = "each user needs a part of it")]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test harness fails by panicking")]
 
+mod model;
+
 use std::{
     net::SocketAddr,
     pin::Pin,
@@ -17,9 +19,11 @@ use std::{
 
 use futures::Stream;
 use lockstep_coordinator::{CoordinatorConfig, CoordinatorError, ModelSpec};
-use lockstep_proto::v1::{self, worker_report::Report, worker_server::Worker};
-use lockstep_sharding::{ModelShape, PlanOptions};
-use serde_json::json;
+use lockstep_proto::{
+    status::Class,
+    v1::{self, worker_report::Report, worker_server::Worker},
+};
+use lockstep_sharding::PlanOptions;
 use tokio::{
     net::TcpListener,
     sync::{mpsc, oneshot},
@@ -45,6 +49,12 @@ pub struct StubState {
     pub script: Mutex<String>,
     /// Pause before each token.
     pub token_delay: Mutex<Duration>,
+    /// Its sequences yield no token from this index of their output on.
+    pub halts_at: Mutex<usize>,
+    /// It breaks under every sequence that it takes; loaded again it works.
+    pub is_poisoned: Mutex<bool>,
+    /// The class with which it refuses the next sequence.
+    pub refusal: Mutex<Option<Class>>,
     /// Why its replica part is broken, for the next heartbeat.
     pub problem: Mutex<String>,
     /// Heartbeats are sent.
@@ -72,6 +82,9 @@ impl Default for StubState {
         Self {
             script: Mutex::new("hello world ".into()),
             token_delay: Mutex::default(),
+            halts_at: Mutex::new(usize::MAX),
+            is_poisoned: Mutex::default(),
+            refusal: Mutex::default(),
             problem: Mutex::default(),
             is_beating: Mutex::new(true),
             num_cancelled: AtomicUsize::default(),
@@ -101,11 +114,11 @@ impl Worker for StubService {
         request: Request<v1::DescribeModelRequest>,
     ) -> Result<Response<v1::DescribeModelResponse>, Status> {
         if request.into_inner().source == BAD_SOURCE {
-            return Err(lockstep_proto::status::Class::InvalidRequest.status("no such file"));
+            return Err(Class::InvalidRequest.status("no such file"));
         }
         Ok(Response::new(v1::DescribeModelResponse {
-            shape: lockstep_sharding::encode_shape(&shape()).unwrap(),
-            tokenizer_json: tokenizer_json(),
+            shape: lockstep_sharding::encode_shape(&model::shape()).unwrap(),
+            tokenizer_json: model::tokenizer_json(),
             chat_template: "{% for message in messages %}{% if message.role == 'robot' %}{{ raise_exception('role robot is unknown') }}{% endif %}{{ message.role }}:{{ message.content }};{% endfor %}".into(),
             bos_token_id: None,
             add_bos_token: false,
@@ -121,7 +134,7 @@ impl Worker for StubService {
         let v1::LoadReplicaRequest { model, plan_epoch, replica, .. } = request.clone();
         self.0.loads.lock().unwrap().push(request);
         if *self.0.refuses_loads.lock().unwrap() {
-            return Err(lockstep_proto::status::Class::Internal.status("no memory"));
+            return Err(Class::Internal.status("no memory"));
         }
         self.0.held.lock().unwrap().push(v1::UnloadReplicaRequest { model, plan_epoch, replica });
         let steps = [(50, false), (100, true)];
@@ -136,7 +149,7 @@ impl Worker for StubService {
     ) -> Result<Response<v1::UnloadReplicaResponse>, Status> {
         let part = request.into_inner();
         if *self.0.refuses_unloads.lock().unwrap() {
-            return Err(lockstep_proto::status::Class::Internal.status("it is stuck"));
+            return Err(Class::Internal.status("it is stuck"));
         }
         self.0.held.lock().unwrap().retain(|held| *held != part);
         self.0.unloads.lock().unwrap().push(part);
@@ -150,7 +163,10 @@ impl Worker for StubService {
         let request = request.into_inner();
         let v1::RunSequenceRequest { model, plan_epoch, replica, .. } = request.clone();
         if !self.0.held.lock().unwrap().contains(&v1::UnloadReplicaRequest { model, plan_epoch, replica }) {
-            return Err(lockstep_proto::status::Class::StaleEpoch.status("not held on 10.0.0.1"));
+            return Err(Class::StaleEpoch.status("not held on 10.0.0.1"));
+        }
+        if let Some(class) = self.0.refusal.lock().unwrap().take() {
+            return Err(class.status("it is refused on purpose"));
         }
         *self.0.last_sequence.lock().unwrap() = Some(request.clone());
         let (sender, receiver) = mpsc::channel(4);
@@ -180,7 +196,17 @@ async fn spell(
     let sampling = request.sampling.unwrap_or_default();
     let script = state.script.lock().unwrap().clone().into_bytes();
     let delay = *state.token_delay.lock().unwrap();
-    for index in 0..sampling.max_tokens() as usize {
+    if *state.is_poisoned.lock().unwrap() {
+        *state.problem.lock().unwrap() = "rank 0: it broke".into();
+        let broken = Class::WorkerLost.status("rank 0: it broke");
+        return sender.send(Err(broken)).await.is_ok();
+    }
+    let first = request.num_output_tokens as usize;
+    for index in first..sampling.max_tokens() as usize {
+        if index >= *state.halts_at.lock().unwrap() {
+            sender.closed().await;
+            return false;
+        }
         if !delay.is_zero() {
             tokio::select! {
                 () = tokio::time::sleep(delay) => {}
@@ -193,11 +219,15 @@ async fn spell(
         let tokens = v1::SequenceTokens {
             token_ids: vec![token_id],
             logprobs: logprobs.into_iter().collect(),
-            queue_ms: (index == 0).then_some(0.25),
+            queue_ms: (index == first).then_some(0.25),
         };
         if sender.send(Ok(event(v1::sequence_event::Event::Tokens(tokens)))).await.is_err() {
             return false;
         }
+    }
+    if *state.halts_at.lock().unwrap() == sampling.max_tokens() as usize {
+        sender.closed().await;
+        return false;
     }
     let usage = v1::Usage {
         prompt_tokens: request.token_ids.len() as u32,
@@ -214,53 +244,6 @@ async fn spell(
 
 fn event(event: v1::sequence_event::Event) -> v1::SequenceEvent {
     v1::SequenceEvent { event: Some(event) }
-}
-
-/// Two layers, two heads, a vocabulary of all bytes.
-fn shape() -> ModelShape {
-    let tensor = |role: &str, layer: Option<usize>, rows: usize, columns: usize| json!({ "role": role, "layer": layer, "rows": rows, "columns": columns, "ggml_type": "F32" });
-    let mut tensors = vec![tensor("TokenEmbedding", None, 256, 64), tensor("OutputNorm", None, 1, 64)];
-    for layer in [Some(0), Some(1)] {
-        for role in ["AttentionNorm", "FeedForwardNorm"] {
-            tensors.push(tensor(role, layer, 1, 64));
-        }
-        for role in ["Query", "Key", "Value", "AttentionOutput"] {
-            tensors.push(tensor(role, layer, 64, 64));
-        }
-        tensors.extend([tensor("Gate", layer, 128, 64), tensor("Up", layer, 128, 64), tensor("Down", layer, 64, 128)]);
-    }
-    serde_json::from_value(json!({
-        "architecture": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256,
-        "max_position_embeddings": MAX_TOKENS, "tensors": tensors,
-    }))
-    .unwrap()
-}
-
-/// Every byte is a token whose id is its value; byte 0 is the end of sequence.
-fn tokenizer_json() -> Vec<u8> {
-    let mut next = 256;
-    let vocabulary: serde_json::Map<_, _> = (0..256_u32)
-        .map(|byte| {
-            // GPT-2's alphabet: printable bytes stand for themselves, the others for characters from 256 on.
-            let is_printable = matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
-            let character = if is_printable { byte } else { next };
-            next += u32::from(!is_printable);
-            (char::from_u32(character).unwrap().to_string(), json!(byte))
-        })
-        .collect();
-    let byte_level =
-        json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false });
-    let tokenizer = json!({
-        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
-        "pre_tokenizer": byte_level, "post_processor": null, "decoder": byte_level,
-        "model": {
-            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
-            "vocab": vocabulary, "merges": [],
-        },
-    });
-    serde_json::to_vec(&tokenizer).unwrap()
 }
 
 /// A running stub worker; it dies at once when dropped.
@@ -382,6 +365,7 @@ pub fn config(policy: &str, min_workers: usize) -> CoordinatorConfig {
         plan_options: PlanOptions::default(),
         lease: Duration::from_millis(600),
         max_concurrent_requests: 64,
+        failover_timeout: Duration::from_secs(5),
         drain_timeout: Duration::from_secs(5),
     }
 }

@@ -84,8 +84,11 @@ impl Sampling {
 pub struct SequenceRequest {
     /// For logs.
     pub request_id: String,
-    /// Not empty, and shorter than `max_sequence_tokens`.
-    pub prompt: Vec<u32>,
+    /// The prompt, which is not empty, and after it what the sequence has yielded elsewhere; shorter than
+    /// `max_sequence_tokens`.
+    pub token_ids: Vec<u32>,
+    /// How many of the last tokens were yielded elsewhere; the sequence goes on behind them as if it had yielded them.
+    pub num_output_tokens: usize,
     /// How to continue it.
     pub sampling: Sampling,
 }
@@ -222,12 +225,13 @@ impl Engine {
     /// [`EngineError`]; the engine is unchanged.
     pub fn add(&mut self, request: SequenceRequest, now: Instant) -> Result<SequenceId, EngineError> {
         let max_sequence_tokens = self.scheduler.max_sequence_tokens();
-        if request.prompt.is_empty() {
+        let (num_tokens, num_output_tokens) = (request.token_ids.len(), request.num_output_tokens);
+        if num_tokens <= num_output_tokens {
             return Err(EngineError::EmptyPrompt);
         }
-        if request.prompt.len() >= max_sequence_tokens {
+        if num_tokens >= max_sequence_tokens {
             let limit = max_sequence_tokens.saturating_sub(1);
-            return Err(EngineError::TooLong { what: "prompt length in tokens", got: request.prompt.len(), limit });
+            return Err(EngineError::TooLong { what: "prompt length in tokens", got: num_tokens, limit });
         }
         let (waiting, limit) = (self.scheduler.num_waiting(), self.config.max_waiting_sequences);
         if waiting >= limit {
@@ -235,7 +239,7 @@ impl Engine {
         }
         let sequence_id = self.next_sequence_id;
         self.next_sequence_id += 1;
-        tracing::debug!(sequence_id, request_id = request.request_id, prompt_tokens = request.prompt.len(), "queued");
+        tracing::debug!(sequence_id, request_id = request.request_id, num_tokens, num_output_tokens, "queued");
         self.scheduler.enqueue(Sequence::new(sequence_id, request, max_sequence_tokens, now));
         Ok(sequence_id)
     }
@@ -314,7 +318,7 @@ impl Engine {
             Choice::Token(token_id, logprobs) => {
                 sequence.push(token_id, now);
                 let stats = sequence.stats(now);
-                let queue_ms = (stats.completion_tokens == 1).then_some(stats.queue_ms);
+                let queue_ms = sequence.has_one_token().then_some(stats.queue_ms);
                 outputs.push((id, SequenceOutput::Token { token_id, logprobs, queue_ms }));
                 (1, (sequence.tokens.len() >= sequence.max_tokens).then_some(FinishReason::Length))
             }

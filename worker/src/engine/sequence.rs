@@ -13,6 +13,8 @@ pub(super) struct Sequence {
     /// Prompt and output.
     pub(super) tokens: Vec<u32>,
     pub(super) num_prompt_tokens: usize,
+    /// Tokens of the output that another replica yielded.
+    num_earlier_tokens: usize,
     /// Tokens given to the ranks; back to 0 at preemption.
     pub(super) num_scheduled_tokens: usize,
     /// In order of position.
@@ -42,20 +44,24 @@ struct Times {
 impl Sequence {
     /// A sequence that may become `max_sequence_tokens` long.
     pub(super) fn new(id: SequenceId, request: SequenceRequest, max_sequence_tokens: usize, now: Instant) -> Self {
-        let SequenceRequest { prompt, sampling, .. } = request;
+        let SequenceRequest { token_ids, num_output_tokens, sampling, .. } = request;
+        let (prompt, output) = token_ids.split_at(token_ids.len().saturating_sub(num_output_tokens));
+        let mut sampler = Sampler::new(&sampling, prompt);
+        output.iter().for_each(|&token_id| sampler.observe(token_id));
         Self {
             id,
             num_prompt_tokens: prompt.len(),
+            num_earlier_tokens: output.len(),
             num_scheduled_tokens: 0,
             blocks: Vec::new(),
             num_steps_in_flight: 0,
             is_sampling: false,
             is_cancelled: false,
             last_step_id: None,
-            sampler: Sampler::new(&sampling, &prompt),
+            sampler,
             max_tokens: prompt.len().saturating_add(sampling.max_tokens).min(max_sequence_tokens),
             stop_token_ids: sampling.stop_token_ids,
-            tokens: prompt,
+            tokens: token_ids,
             times: Times { arrived: now, first_scheduled: None, first_token: None, last_token: None },
         }
     }
@@ -86,6 +92,11 @@ impl Sequence {
         self.times.last_token = Some(now);
         self.sampler.observe(token_id);
         self.tokens.push(token_id);
+    }
+
+    /// Whether it has yielded one token here.
+    pub(super) fn has_one_token(&self) -> bool {
+        self.tokens.len() == self.num_prompt_tokens + self.num_earlier_tokens + 1
     }
 
     /// Counts and times up to `now`.

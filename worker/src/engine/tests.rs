@@ -168,6 +168,22 @@ fn random_event() -> impl Strategy<Value = Event> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 150, max_shrink_iters: 2000, ..ProptestConfig::default() })]
 
+    /// A sequence that another engine takes over after any of its tokens yields the rest, whatever the sampling.
+    #[test]
+    fn a_sequence_goes_on_in_another_engine(request in random_request(), cut in any::<prop::sample::Index>()) {
+        let (tokens, reason) = alone(request.clone());
+        prop_assume!(!tokens.is_empty());
+        let num_output_tokens = cut.index(tokens.len());
+        let mut moved = SequenceRequest { num_output_tokens, ..request };
+        moved.token_ids.extend(&tokens[..num_output_tokens]);
+        let mut simulation = Simulation::new(EngineConfig { max_step_tokens: 128, ..config() });
+        let id = simulation.add(moved);
+        simulation.run();
+        prop_assert_eq!(&simulation.yielded[&id], &tokens[num_output_tokens..]);
+        let (finish, stats) = simulation.finished[&id];
+        prop_assert_eq!((finish, stats.completion_tokens), (reason, tokens.len()));
+    }
+
     /// Whatever else runs, and however small the cache: a sequence yields what it yields alone.
     #[test]
     fn every_sequence_yields_what_it_yields_alone(

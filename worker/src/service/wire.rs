@@ -28,7 +28,15 @@ pub(super) fn sequence_request(request: v1::RunSequenceRequest, vocab_size: usiz
     let params = request.sampling.ok_or_else(|| invalid("sampling is missing"))?;
     sampling::check(&params, vocab_size).map_err(refused)?;
     let sampling = sampling_of(params, request.eos_token_ids)?;
-    Ok(SequenceRequest { request_id: request.request_id, prompt: request.token_ids, sampling })
+    let num_output_tokens = request.num_output_tokens as usize;
+    for (limit, what) in [(request.token_ids.len(), "the number of token_ids"), (sampling.max_tokens, "max_tokens")] {
+        if num_output_tokens >= limit {
+            let problem = format!("num_output_tokens is {num_output_tokens}, expected less than {what}, {limit}");
+            return Err(invalid(problem));
+        }
+    }
+    let v1::RunSequenceRequest { request_id, token_ids, .. } = request;
+    Ok(SequenceRequest { request_id, token_ids, num_output_tokens, sampling })
 }
 
 fn sampling_of(params: v1::SamplingParams, eos_token_ids: Vec<u32>) -> Result<Sampling, Status> {
@@ -159,11 +167,16 @@ mod tests {
     #[test]
     fn bad_fields_are_named() {
         type Change = fn(&mut v1::RunSequenceRequest, &mut v1::SamplingParams);
-        let cases: [(Change, &str); 7] = [
+        let cases: [(Change, &str); 9] = [
             (|request, _| request.token_ids.clear(), "token_ids is empty"),
             (|request, _| request.token_ids.push(10), "token_ids: has 10 at index 2"),
             (|request, _| request.eos_token_ids.push(11), "eos_token_ids: has 11"),
             (|request, _| request.eos_token_ids = vec![3; 257], "257 tokens would end the sequence"),
+            (|request, _| request.num_output_tokens = 2, "num_output_tokens is 2, expected less than the number of"),
+            (
+                |request, _| (request.num_output_tokens, request.token_ids) = (4, vec![1; 5]),
+                "num_output_tokens is 4, expected less than max_tokens, 4",
+            ),
             (|_, params| params.max_tokens = None, "max_tokens is absent"),
             (|_, params| params.seed = None, "seed is absent"),
             (|_, params| params.temperature = Some(f32::NAN), "sampling.temperature: is NaN"),

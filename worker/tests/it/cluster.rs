@@ -168,7 +168,7 @@ fn spec(
 /// Greedy decoding of `prompt`, with the two most likely tokens of each step.
 pub fn greedy(prompt: Vec<u32>, max_tokens: usize) -> SequenceRequest {
     let sampling = Sampling { logprobs: 2, ..Sampling::greedy(max_tokens) };
-    SequenceRequest { request_id: "test".to_owned(), prompt, sampling }
+    SequenceRequest { request_id: "test".to_owned(), token_ids: prompt, num_output_tokens: 0, sampling }
 }
 
 /// Runs a sequence to its end.

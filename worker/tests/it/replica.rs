@@ -114,7 +114,7 @@ fn flat_distributions_do_not_break_a_replica() {
     block_on(async {
         let request = |seed| {
             let sampling = Sampling { temperature: 100.0, top_p: 0.999, seed, logprobs: 2, ..Sampling::greedy(3) };
-            SequenceRequest { request_id: "flat".to_owned(), prompt: vec![1, 2], sampling }
+            SequenceRequest { sampling, ..greedy(vec![1, 2], 3) }
         };
         let runs = (0..NUM_SEQUENCES as u64).map(|seed| run(cluster.leader(), request(seed)));
         for tokens in futures::future::join_all(runs).await {

@@ -192,7 +192,7 @@ impl Harness {
             request_id: "r".to_owned(),
             token_ids: vec![504, 3575, 282, 4649, 314],
             sampling: Some(sampling),
-            eos_token_ids: Vec::new(),
+            ..Default::default()
         };
         Ok(self.client.run_sequence(request).await?.into_inner())
     }

@@ -77,6 +77,9 @@ struct Settings {
     /// Most requests at once; one more is refused as overloaded [default: 1024]
     #[arg(long, env = "LOCKSTEP_MAX_CONCURRENT_REQUESTS", value_name = "N")]
     max_concurrent_requests: Option<usize>,
+    /// How long a request without a deadline waits for another replica when its own breaks [default: 60]
+    #[arg(long, env = "LOCKSTEP_FAILOVER_TIMEOUT_SECS", value_name = "SECONDS")]
+    failover_timeout_secs: Option<f64>,
     /// Longest time that running requests have at shutdown [default: 30]
     #[arg(long, env = "LOCKSTEP_DRAIN_TIMEOUT_SECS", value_name = "SECONDS")]
     drain_timeout_secs: Option<f64>,
@@ -164,6 +167,7 @@ impl Settings {
             },
             lease: seconds("lease_secs", self.lease_secs.unwrap_or(2.0))?,
             max_concurrent_requests: self.max_concurrent_requests.unwrap_or(1024),
+            failover_timeout: seconds("failover_timeout_secs", self.failover_timeout_secs.unwrap_or(60.0))?,
             drain_timeout: seconds("drain_timeout_secs", self.drain_timeout_secs.unwrap_or(30.0))?,
         })
     }

@@ -15,7 +15,8 @@ pub const VOCAB_SIZE: usize = 300;
 
 /// A greedy request.
 pub fn request(prompt: Vec<u32>, max_tokens: usize) -> SequenceRequest {
-    SequenceRequest { request_id: String::from("test"), prompt, sampling: Sampling::greedy(max_tokens) }
+    let sampling = Sampling::greedy(max_tokens);
+    SequenceRequest { request_id: String::from("test"), token_ids: prompt, num_output_tokens: 0, sampling }
 }
 
 /// FNV-1a with a final mix.

@@ -121,7 +121,8 @@ impl InProcessTarget {
     pub async fn generate(&self, prompt: Vec<u32>, max_tokens: usize) -> anyhow::Result<TokenTimes> {
         let start = Instant::now();
         let sampling = Sampling::greedy(max_tokens);
-        let request = SequenceRequest { request_id: String::from(WORKER_ID), prompt, sampling };
+        let request_id = String::from(WORKER_ID);
+        let request = SequenceRequest { request_id, token_ids: prompt, num_output_tokens: 0, sampling };
         let mut running = self.leader.submit(request).await?;
         let mut tokens = Vec::with_capacity(max_tokens);
         while let Some(output) = running.outputs.recv().await {
