@@ -202,6 +202,13 @@ impl Cluster {
 /// A worker that `up` knows nothing of.
 pub struct SpareWorker(Child);
 
+impl SpareWorker {
+    /// Its process id.
+    pub fn pid(&self) -> u64 {
+        self.0.id().into()
+    }
+}
+
 impl Drop for SpareWorker {
     fn drop(&mut self) {
         // It may have ended.

@@ -149,7 +149,7 @@ async fn a_request_without_a_token_moves_too() {
     let got = collect(stream).await.unwrap();
     assert_eq!((got.text.as_str(), usage(&got).completion_tokens), ("hello", 5));
     let timings = got.finish.unwrap().timings.unwrap();
-    assert!(timings.queue_ms >= 100.0 && timings.ttft_ms >= timings.queue_ms, "{timings:?}");
+    assert!(timings.queue_ms >= 100.0 && timings.ttft_ms >= 100.0, "{timings:?}");
     let second = workers[0].state.last_sequence.lock().unwrap().clone().unwrap();
     assert_eq!((second.token_ids.len(), second.num_output_tokens), (2, 0));
 }

@@ -5,6 +5,7 @@
 mod architecture;
 mod bad_input;
 mod cancellation;
+mod chaos;
 mod continuous_batching;
 mod foreign_client;
 mod gpu;

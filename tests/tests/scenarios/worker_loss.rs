@@ -9,14 +9,15 @@ use anyhow::Context;
 use lockstep_proto::v1::{
     self, GenerateRequest, GetClusterRequest, ReplicaState, ReplicaStatus, generate_response::Event,
 };
-use lockstep_tests::{Client, Cluster, Layout, Output, client::tokens, process::PATIENCE};
+use lockstep_tests::{Client, Cluster, Layout, Output, client::tokens, cluster::SpareWorker, process::PATIENCE};
 use tokio::task::JoinHandle;
 
 /// Most that a client may wait for the next token when a second replica takes over, and when a new one must be loaded.
 const LONGEST_GAP: Duration = Duration::from_secs(3);
 const LONGEST_GAP_WITH_A_PLAN: Duration = Duration::from_secs(10);
-const KILL: &str = "-9";
-const STOP: &str = "-STOP";
+/// The signal that ends a process at once, and the one that stops it until `-CONT`.
+pub const KILL: &str = "-9";
+pub const STOP: &str = "-STOP";
 /// Tokens of a stream: some seconds of work.
 const NUM_TOKENS: u32 = 250;
 /// Of which so many have come when the fault strikes.
@@ -92,7 +93,7 @@ async fn replicas(client: &Client) -> Vec<ReplicaStatus> {
 }
 
 /// The replicas, once so many are ready.
-async fn ready_replicas(client: &Client, count: usize) -> Vec<ReplicaStatus> {
+pub async fn ready_replicas(client: &Client, count: usize) -> Vec<ReplicaStatus> {
     let end = Instant::now() + PATIENCE;
     loop {
         let replicas = replicas(client).await;
@@ -104,26 +105,30 @@ async fn ready_replicas(client: &Client, count: usize) -> Vec<ReplicaStatus> {
     }
 }
 
-/// The process of a rank, while `up` runs it.
-fn pid_of(cluster: &Cluster, replica: &ReplicaStatus, rank: usize) -> String {
-    let index = replica.ranks[rank].worker_id.strip_prefix("worker-").unwrap().parse().unwrap();
-    cluster.worker_pid(index).unwrap().to_string()
+/// The process of a rank: one of `up`, or else the spare worker.
+fn pid_of(cluster: &Cluster, spare: Option<&SpareWorker>, replica: &ReplicaStatus, rank: usize) -> String {
+    let index = replica.ranks[rank].worker_id.strip_prefix("worker-");
+    let pid = index.map_or_else(|| spare.unwrap().pid(), |index| cluster.worker_pid(index.parse().unwrap()).unwrap());
+    pid.to_string()
 }
 
-fn signal(signal: &str, pid: &str) {
+/// Sends a signal to a process.
+pub fn signal(signal: &str, pid: &str) {
     assert!(Command::new("kill").args([signal, pid]).status().unwrap().success());
 }
 
-/// Strikes `rank` of the first replica under streams of all requests, and compares them with `undisturbed`.
+/// Strikes `rank` of the first of two replicas, or of the only one if there is a spare worker, under streams of all
+/// requests, and compares them with `undisturbed`.
 async fn strike(
     cluster: &Cluster,
     client: &Client,
-    num_replicas: usize,
+    spare: Option<&SpareWorker>,
     (rank, fault): (usize, &str),
     undisturbed: &[Output],
 ) {
+    let num_replicas = if spare.is_some() { 1 } else { 2 };
     let first = ready_replicas(client, num_replicas).await.remove(0);
-    let pid = pid_of(cluster, &first, rank);
+    let pid = pid_of(cluster, spare, &first, rank);
     // In an order that gives each of two replicas one of each kind.
     let [greedy, drawn] = requests();
     let streams = start(client, &[greedy.clone(), drawn.clone(), drawn, greedy]).await;
@@ -160,7 +165,7 @@ async fn streams_move_to_the_second_replica() {
     ready_replicas(&client, 2).await;
     let undisturbed = undisturbed(&client).await;
     for fault in [(1, KILL), (0, KILL), (1, STOP), (0, STOP)] {
-        strike(&cluster, &client, 2, fault, &undisturbed).await;
+        strike(&cluster, &client, None, fault, &undisturbed).await;
     }
 }
 
@@ -168,9 +173,9 @@ async fn streams_move_to_the_second_replica() {
 async fn streams_wait_for_a_new_plan() {
     let cluster = Cluster::start(Layout::new(2, 1)).unwrap();
     let client = cluster.client().await.unwrap();
-    let _spare = cluster.spare_worker("worker-9").unwrap();
+    let spare = cluster.spare_worker("spare").unwrap();
     let undisturbed = undisturbed(&client).await;
     for fault in [(0, KILL), (1, STOP)] {
-        strike(&cluster, &client, 1, fault, &undisturbed).await;
+        strike(&cluster, &client, Some(&spare), fault, &undisturbed).await;
     }
 }
