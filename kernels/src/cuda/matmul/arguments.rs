@@ -98,6 +98,13 @@ impl LayerView {
         layers
     }
 
+    /// One part without data.
+    #[cfg(test)]
+    pub(super) fn of_layout(layout: Layout, rows: usize, columns: usize) -> Self {
+        let part = PartView { format: Format::Tiles(layout), data: DevicePointer(0), rows, first_row: 0 };
+        Self { parts: vec![part], num_tiles: columns.div_ceil(super::layout::TILE_COLUMNS) }
+    }
+
     /// Each part in a launch of its own.
     pub(super) fn each(weight: &CudaLinear) -> Vec<Self> {
         let parts = weight.parts.iter().map(PartView::of);

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     KernelError,
-    cuda::{Argument, Gpu, Launch, sources::Source},
+    cuda::{Argument, Gpu, Launch, context::GpuLimits, sources::Source},
 };
 
 /// Device code.
@@ -100,17 +100,22 @@ struct Shape {
 }
 
 impl Shape {
-    fn of(gpu: &Gpu, layer: &LayerView, target: Target, num_tokens: usize) -> Self {
-        let limits = gpu.limits();
+    fn of(limits: &GpuLimits, layer: &LayerView, target: Target, num_tokens: usize) -> Self {
         let is_hopper = limits.compute_capability == (9, 0) && num_tokens > MAX_SHALLOW_TOKENS;
         let min_tokens = if is_hopper { MIN_HOPPER_TOKENS } else { MIN_TOKENS };
-        let tokens = num_tokens.next_power_of_two().clamp(min_tokens, MAX_TOKENS);
+        let wanted = num_tokens.next_power_of_two().clamp(min_tokens, MAX_TOKENS);
         let shared_bytes = limits.max_shared_bytes as usize;
-        let mut shape = Self { is_hopper, rows: ROWS, tokens, stages: 2, cluster: 1 };
+        let fits = |shape: &Self| shape.shared_bytes(layer) + RESERVED_BYTES <= shared_bytes;
+        let mut shape = Self { is_hopper, rows: ROWS, tokens: wanted, stages: 2, cluster: 1 };
+        // A100s and smaller GPUs have not the shared memory for the largest pieces of the tokens.
+        while shape.tokens > min_tokens && !fits(&shape) {
+            shape.tokens /= 2;
+        }
+        let tokens = shape.tokens;
         let large = Self { rows: MANY_ROWS, ..shape };
         // Several pieces of the tokens fill the GPU more evenly with small blocks.
         let is_large = is_hopper && (MAX_SHARED_TOKENS + 1..=MAX_TOKENS).contains(&num_tokens);
-        if is_large && large.shared_bytes(layer) + RESERVED_BYTES <= shared_bytes {
+        if is_large && fits(&large) {
             shape = large;
         }
         let num_blocks = shape.num_units(layer, target) * num_tokens.div_ceil(tokens);
@@ -171,7 +176,7 @@ pub(super) fn launch(
     target: Target,
     output: ActivationView,
 ) -> Result<(), KernelError> {
-    let shape = Shape::of(gpu, layer, target, num_tokens);
+    let shape = Shape::of(gpu.limits(), layer, target, num_tokens);
     let options = [
         format!("-DBLOCK_ROWS={}", shape.rows),
         layer.formats(),
@@ -198,4 +203,50 @@ pub(super) fn launch(
     // SAFETY: the kernel's arguments. The caller checked that the buffers hold so many rows of the layer's width and
     // height; the parts of the layer are whole groups of tiles.
     unsafe { kernel.launch(gpu, launch, &arguments) }
+}
+
+#[cfg(test)]
+mod tests {
+    use lockstep_formats::GgmlType;
+
+    use super::*;
+    use crate::cuda::matmul::layout::Layout;
+
+    const TYPES: [GgmlType; 12] = [
+        GgmlType::Q4_0,
+        GgmlType::Q4_1,
+        GgmlType::Q5_0,
+        GgmlType::Q5_1,
+        GgmlType::Q8_0,
+        GgmlType::Q8_1,
+        GgmlType::Q2_K,
+        GgmlType::Q3_K,
+        GgmlType::Q4_K,
+        GgmlType::Q5_K,
+        GgmlType::Q6_K,
+        GgmlType::Q8_K,
+    ];
+    /// An RTX 4090, an A100 and an H200.
+    const GPUS: [((i32, i32), u32, u32); 3] =
+        [((8, 9), 128, 99 << 10), ((8, 0), 108, 163 << 10), ((9, 0), 132, 227 << 10)];
+
+    #[test]
+    fn every_type_and_number_of_tokens_fits_every_gpu() {
+        for (compute_capability, num_multiprocessors, max_shared_bytes) in GPUS {
+            let name = String::new();
+            let limits =
+                GpuLimits { name, compute_capability, num_multiprocessors, max_shared_bytes, l2_bytes: 1 << 20 };
+            for ggml_type in TYPES {
+                let layer = LayerView::of_layout(Layout::of(ggml_type).unwrap(), 28672, 4096);
+                for num_tokens in 1..=1024 {
+                    let shape = Shape::of(&limits, &layer, Target::SwiGlu, num_tokens);
+                    let bytes = shape.shared_bytes(&layer);
+                    assert!(
+                        bytes <= max_shared_bytes as usize,
+                        "{ggml_type:?}, {num_tokens} tokens: {shape:?}, {bytes}"
+                    );
+                }
+            }
+        }
+    }
 }
