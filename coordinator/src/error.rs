@@ -1,5 +1,6 @@
 //! What a coordinator can fail at, and what a request can.
-//! Invariant: [`RequestError::class`] is the one place that decides which gRPC code a failure becomes.
+//! Invariant: [`RequestError::class`] is the one place that decides what kind of failure a failure is; the codes of gRPC
+//! and HTTP follow from that.
 
 use std::time::Duration;
 
@@ -155,6 +156,15 @@ impl RequestError {
             Self::BrokeReplicas { .. } | Self::Internal(_) => Class::Internal,
         }
     }
+
+    /// When to try again, if that is known to help.
+    pub fn retry_after(&self) -> Option<Duration> {
+        match self {
+            Self::Overloaded { .. } => Some(RETRY_AFTER),
+            Self::Worker { class: Class::Overloaded, retry_after, .. } => Some(retry_after.unwrap_or(RETRY_AFTER)),
+            _ => None,
+        }
+    }
 }
 
 impl From<FieldError> for RequestError {
@@ -165,14 +175,7 @@ impl From<FieldError> for RequestError {
 
 impl From<RequestError> for Status {
     fn from(error: RequestError) -> Self {
-        let retry_after = match &error {
-            RequestError::Overloaded { .. } => Some(RETRY_AFTER),
-            RequestError::Worker { class: Class::Overloaded, retry_after, .. } => {
-                Some(retry_after.unwrap_or(RETRY_AFTER))
-            }
-            _ => None,
-        };
-        match retry_after {
+        match error.retry_after() {
             Some(retry_after) => error.class().status_with_retry(error.to_string(), retry_after),
             None => error.class().status(error.to_string()),
         }

@@ -3,7 +3,7 @@
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
-use axum::{http::HeaderValue, response::Response};
+use axum::{http::HeaderValue, response::Response, serve::ListenerExt};
 use lockstep_proto::{FILE_DESCRIPTOR_SET, MAX_MESSAGE_BYTES, v1};
 use tokio::{net::TcpListener, task::JoinHandle};
 use tokio_util::sync::CancellationToken;
@@ -16,7 +16,7 @@ use tonic::{
 use crate::{
     CoordinatorConfig, CoordinatorError,
     admission::Admission,
-    api::{admin::AdminService, grpc::InferenceService, health, http, intake::Intake},
+    api::{MAX_REQUEST_BYTES, admin::AdminService, grpc::InferenceService, health, http, intake::Intake},
     cluster::{MemoryRegistry, Registry, registration::RegistrationService},
     metrics::Metrics,
     planner::{Planner, PlannerConfig},
@@ -25,8 +25,6 @@ use crate::{
 
 /// Longest wait for connections to end after the drain.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
-/// Largest request of a client: a prompt of some million tokens.
-const MAX_REQUEST_BYTES: usize = 16 << 20;
 /// Streams that one connection may open beyond the request limit, so that overload is answered and not queued.
 const SPARE_STREAMS: usize = 1024;
 
@@ -144,6 +142,12 @@ fn serve_grpc(
 }
 
 async fn serve_http(listener: TcpListener, routes: axum::Router, closing: CancellationToken) -> Result<(), String> {
+    // Tokens are small: none of them may wait for an acknowledgement.
+    let listener = listener.tap_io(|stream| {
+        if let Err(error) = stream.set_nodelay(true) {
+            tracing::debug!(%error, "a connection without TCP_NODELAY");
+        }
+    });
     let server = axum::serve(listener, routes).with_graceful_shutdown(closing.cancelled_owned());
     server.await.map_err(|error| error.to_string())
 }

@@ -12,7 +12,15 @@ pub fn model() -> anyhow::Result<PathBuf> {
     path_of("LOCKSTEP_TEST_MODEL")
 }
 
-/// A Python with llama.cpp and grpcio: `LOCKSTEP_TEST_PYTHON`.
+/// A Chromium: `LOCKSTEP_TEST_BROWSER`.
+///
+/// # Errors
+/// If it is not set or names no file.
+pub fn browser() -> anyhow::Result<PathBuf> {
+    path_of("LOCKSTEP_TEST_BROWSER")
+}
+
+/// A Python with llama.cpp, grpcio, openai and playwright: `LOCKSTEP_TEST_PYTHON`.
 ///
 /// # Errors
 /// If it is not set or names no file.

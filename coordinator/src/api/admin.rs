@@ -1,6 +1,10 @@
 //! The Admin service: what operators see and order.
 
-use std::{pin::Pin, sync::atomic::Ordering, time::Duration};
+use std::{
+    pin::Pin,
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
 
 use futures::{Stream, stream};
 use lockstep_proto::v1;
@@ -8,13 +12,9 @@ use lockstep_sharding::{Parallelism, Policy};
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};
 
+use super::status;
 use crate::{
-    cluster::Workers,
-    config::ModelSpec,
-    error::RequestError,
-    planner::Planner,
-    router::Router,
-    served::{Replica, ReplicaState, ServedModel},
+    cluster::Workers, config::ModelSpec, error::RequestError, planner::Planner, router::Router, served::Replica,
 };
 
 /// Between two progress messages.
@@ -40,18 +40,8 @@ impl v1::admin_server::Admin for AdminService {
         &self,
         _request: Request<v1::GetClusterRequest>,
     ) -> Result<Response<v1::GetClusterResponse>, Status> {
-        let live = std::sync::Arc::clone(&self.workers.borrow());
-        let workers = live.values().map(|record| v1::WorkerStatus {
-            worker_id: record.hello.worker_id.clone(),
-            address: record.hello.address.clone(),
-            host: record.hello.host.clone(),
-            devices: record.hello.devices.iter().map(device_status).collect(),
-            draining: record.draining,
-            heartbeat_age_ms: record.last_heartbeat.elapsed().as_secs_f64() * 1e3,
-        });
-        let models = self.router.models();
-        let models = models.values().map(|model| model_status(model, &live));
-        Ok(Response::new(v1::GetClusterResponse { workers: workers.collect(), models: models.collect() }))
+        let live = Arc::clone(&self.workers.borrow());
+        Ok(Response::new(status::cluster(&live, &self.router.models())))
     }
 
     async fn get_plan(&self, request: Request<v1::GetPlanRequest>) -> Result<Response<v1::GetPlanResponse>, Status> {
@@ -146,59 +136,4 @@ fn load_progress(router: &Router, name: &str) -> Result<v1::LoadModelProgress, R
         total_bytes: sum(|replica| replica.total_bytes.load(Ordering::Relaxed)),
         ready: model.is_ready(),
     })
-}
-
-fn device_status(device: &v1::WorkerDevice) -> v1::DeviceStatus {
-    let (name, reason) = (device.name.clone(), device.reason.clone());
-    v1::DeviceStatus { name, reason, memory_bytes: device.memory_bytes }
-}
-
-fn model_status(model: &ServedModel, live: &Workers) -> v1::ModelStatus {
-    v1::ModelStatus {
-        name: model.spec.name.clone(),
-        source: model.spec.source.clone(),
-        plan_epoch: model.plan_epoch,
-        replicas: model.replicas.iter().map(|replica| replica_status(replica, live)).collect(),
-        problem: model.problem.as_ref().map_or_else(String::new, |problem| problem.detail.clone()),
-    }
-}
-
-fn replica_status(replica: &Replica, live: &Workers) -> v1::ReplicaStatus {
-    let (state, problem) = match replica.state() {
-        ReplicaState::Loading => (v1::ReplicaState::Loading, String::new()),
-        ReplicaState::Ready => (v1::ReplicaState::Ready, String::new()),
-        ReplicaState::Draining => (v1::ReplicaState::Draining, String::new()),
-        ReplicaState::Broken(breakage) => (v1::ReplicaState::Broken, breakage.detail),
-    };
-    let ranks = replica.plan.stages.iter().enumerate().flat_map(|(stage_index, stage)| {
-        stage.ranks.iter().map(move |rank| v1::RankStatus {
-            rank: rank.rank as u32,
-            worker_id: rank.worker_id.clone(),
-            local_rank: rank.local_rank as u32,
-            pipeline_stage: stage_index as u32,
-            first_layer: stage.layers.start as u32,
-            end_layer: stage.layers.end as u32,
-            num_query_heads: rank.query_heads.len() as u32,
-            num_key_value_heads: rank.key_value_heads.len() as u32,
-            intermediate_columns: rank.intermediate.len() as u32,
-            weight_bytes: rank.weight_bytes,
-            kv_bytes: rank.kv_bytes,
-            dtype: rank.dtype.to_string(),
-            dtype_reason: rank.dtype_reason.clone(),
-        })
-    });
-    v1::ReplicaStatus {
-        replica: replica.index as u32,
-        state: state.into(),
-        ranks: ranks.collect(),
-        engine: engine_status(replica, live),
-        problem,
-    }
-}
-
-/// The engine's numbers as the replica's leader last reported them.
-pub fn engine_status(replica: &Replica, live: &Workers) -> Option<v1::EngineStatus> {
-    let leader = replica.members.first()?;
-    let record = live.get(&leader.worker_id).filter(|record| record.session == leader.session)?;
-    record.replicas.iter().find(|report| replica.is_meant_by(report))?.engine
 }

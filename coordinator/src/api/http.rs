@@ -1,13 +1,11 @@
-//! The HTTP front: health, readiness, metrics and the list of models.
-//! Not here yet: the OpenAI completion endpoints.
+//! The HTTP front: health, readiness, metrics, the OpenAI API ([`openai`]) and the status page ([`page`]).
 
 use std::{sync::Arc, time::SystemTime};
 
-use axum::{Json, Router as Routes, extract::State, http::StatusCode, routing::get};
-use serde_json::{Value, json};
+use axum::{Router as Routes, extract::State, http::StatusCode, routing::get};
 use tokio::sync::watch;
 
-use super::{admin::engine_status, health::readiness, intake::Intake};
+use super::{health::readiness, intake::Intake, openai, page, status::engine_status};
 use crate::cluster::Workers;
 
 /// What the handlers read.
@@ -27,7 +25,8 @@ pub fn routes(state: HttpState) -> Routes {
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/readyz", get(readyz))
         .route("/metrics", get(render_metrics))
-        .route("/v1/models", get(models))
+        .merge(openai::routes())
+        .merge(page::routes())
         .with_state(state)
 }
 
@@ -48,19 +47,4 @@ async fn render_metrics(State(state): State<HttpState>) -> ([(&'static str, &'st
         .collect();
     let text = state.intake.metrics.render(state.intake.admission.num_running(), live.len(), &models, &engines);
     ([("content-type", "text/plain; version=0.0.4")], text)
-}
-
-async fn models(State(state): State<HttpState>) -> Json<Value> {
-    let created = state.started.duration_since(SystemTime::UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs());
-    let models = state.intake.router.models();
-    let data: Vec<Value> = models
-        .iter()
-        .map(|(name, model)| {
-            json!({
-                "id": name, "object": "model", "created": created, "owned_by": "lockstep",
-                "max_model_len": model.max_sequence_tokens(), "ready": model.is_ready(),
-            })
-        })
-        .collect();
-    Json(json!({ "object": "list", "data": data }))
 }

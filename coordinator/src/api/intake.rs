@@ -1,5 +1,5 @@
 //! The one way from a request to a [`Generation`], whatever protocol it came by.
-//! For: [`grpc`](super::grpc) starts one sequence of a request, the OpenAI API several.
+//! For: [`grpc`](super::grpc) starts one sequence of a request, [`openai`](super::openai) several.
 //! Invariant: a request is refused before it costs anything: admission, model, values, prompt length, replica.
 
 use std::{sync::Arc, time::Duration};
@@ -84,20 +84,25 @@ impl Intake {
         Ok(Prepared { model, description, request_id, token_ids, sampling, stops })
     }
 
-    /// Starts one sequence of a request on the best replica; its seed is the request's plus `seed_offset`.
+    /// Starts one sequence of a request on the best replica: the one of index `sample` among those of the request, whose
+    /// seeds follow each other.
     ///
     /// # Errors
     /// [`RequestError`] if no replica serves the model, or all that were asked refuse.
     pub async fn start(
         &self,
         prepared: &Prepared,
-        seed_offset: u64,
+        sample: u64,
         permit: Permit,
         times: Times,
     ) -> Result<Generation, RequestError> {
-        let Prepared { model, description, request_id, token_ids, .. } = prepared;
+        let Prepared { model, description, token_ids, .. } = prepared;
+        let request_id = match sample {
+            0 => prepared.request_id.clone(),
+            _ => format!("{}.{sample}", prepared.request_id),
+        };
         let mut sampling = prepared.sampling.clone();
-        sampling.seed = Some(sampling.seed().wrapping_add(seed_offset));
+        sampling.seed = Some(sampling.seed().wrapping_add(sample));
         let prompt_tokens = token_ids.len() as u32;
         let eos_token_ids = if sampling.ignore_eos { Vec::new() } else { description.eos_token_ids.clone() };
         let sequence = v1::RunSequenceRequest {
@@ -113,8 +118,7 @@ impl Intake {
             Failover { router: self.router.clone(), timeout: self.failover_timeout, metrics: Arc::clone(&metrics) };
         let placement = Placement::new(failover, Arc::clone(description), sequence, times.deadline);
         let output = Output::new(description.tokenizer.clone(), prepared.stops.clone());
-        let running =
-            Running { request_id: request_id.clone(), permit, accepted: times.accepted, prompt_tokens, metrics };
+        let running = Running { request_id, permit, accepted: times.accepted, prompt_tokens, metrics };
         Generation::start(running, model, placement, output).await
     }
 }

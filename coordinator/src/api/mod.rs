@@ -2,7 +2,8 @@
 //!
 //! - [`grpc`]: Inference. [`intake`]: [`validate`] → [`generation`] ([`output`], [`stop_text`]), which [`placement`] keeps
 //!   on a replica, one [`attempt`] after the other.
-//! - [`admin`], [`health`], [`http`]: orders, status, probes, metrics.
+//! - [`openai`]: the OpenAI API over the same intake.
+//! - [`admin`], [`status`], [`page`]: orders and what operators see. [`health`], [`http`]: probes, metrics.
 
 pub mod admin;
 pub mod attempt;
@@ -11,7 +12,13 @@ pub mod grpc;
 pub mod health;
 pub mod http;
 pub mod intake;
+pub mod openai;
 pub mod output;
+pub mod page;
 pub mod placement;
+pub mod status;
 pub mod stop_text;
 pub mod validate;
+
+/// Largest request of a client: a prompt of some million tokens.
+pub const MAX_REQUEST_BYTES: usize = 16 << 20;

@@ -1,20 +1,13 @@
 //! Admin, health, reflection and HTTP.
 
 use lockstep_proto::v1;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tonic::Code;
 use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
 
-use crate::stub::{BAD_SOURCE, Coordinator, StubWorker, cluster, config, eventually, request};
-
-pub async fn get(coordinator: &Coordinator, path: &str) -> String {
-    let mut stream = tokio::net::TcpStream::connect(coordinator.http).await.unwrap();
-    let head = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
-    stream.write_all(head.as_bytes()).await.unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).await.unwrap();
-    answer
-}
+use crate::{
+    http::get,
+    stub::{BAD_SOURCE, Coordinator, StubWorker, cluster, config, eventually, request},
+};
 
 async fn load(
     coordinator: &Coordinator,
@@ -37,7 +30,7 @@ async fn loads_and_unloads_models() {
     settings.model = None;
     let coordinator = Coordinator::start(settings).await;
     let worker = StubWorker::start("w0", coordinator.grpc).await;
-    assert!(get(&coordinator, "/readyz").await.contains("no model is loaded"));
+    assert!(get(&coordinator, "/readyz").await.body.contains("no model is loaded"));
 
     let progress = load(&coordinator, "", "/models/some.gguf", "").await.unwrap();
     let last = progress.last().unwrap();
@@ -163,19 +156,18 @@ async fn health_and_http_follow_the_model() {
     let status = health.check(inference()).await.unwrap().into_inner().status();
     assert_eq!(status, ServingStatus::NotServing);
     let answer = get(&coordinator, "/readyz").await;
-    assert!(answer.starts_with("HTTP/1.1 503") && answer.contains("waits for workers: 0 of 1"), "{answer}");
-    assert!(get(&coordinator, "/healthz").await.starts_with("HTTP/1.1 200"));
+    assert!(answer.status == 503 && answer.body.contains("waits for workers: 0 of 1"), "{answer:?}");
+    assert_eq!(get(&coordinator, "/healthz").await.status, 200);
 
     let _worker = StubWorker::start("w0", coordinator.grpc).await;
     coordinator.wait_ready(true).await;
     let status = health.check(inference()).await.unwrap().into_inner().status();
     assert_eq!(status, ServingStatus::Serving);
-    assert!(get(&coordinator, "/readyz").await.starts_with("HTTP/1.1 200"));
-    assert!(get(&coordinator, "/v1/models").await.contains("\"id\":\"stub-model\""));
+    assert_eq!(get(&coordinator, "/readyz").await.status, 200);
 
     let stream = coordinator.inference().await.generate(request(3)).await.unwrap();
     crate::stub::collect(stream.into_inner()).await.unwrap();
-    let metrics = get(&coordinator, "/metrics").await;
+    let metrics = get(&coordinator, "/metrics").await.body;
     for line in [
         "lockstep_coordinator_requests_total{outcome=\"length\"} 1",
         "lockstep_coordinator_completion_tokens_total 3",

@@ -10,7 +10,7 @@ use lockstep_proto::{status::Class, v1};
 use tonic::{Code, Status, Streaming};
 
 use crate::{
-    admin::get,
+    http::get,
     stub::{Collected, Coordinator, StubWorker, cluster, collect, config, eventually, request},
 };
 
@@ -108,7 +108,7 @@ async fn a_stream_goes_on_where_it_stopped() {
     assert_eq!((first.num_output_tokens, second.num_output_tokens), (0, 7));
     assert_eq!((second.sampling, second.request_id), (first.sampling, first.request_id));
 
-    let metrics = get(&coordinator, "/metrics").await;
+    let metrics = get(&coordinator, "/metrics").await.body;
     for line in [
         "lockstep_coordinator_moved_requests_total 1",
         "lockstep_coordinator_stream_gap_seconds_count 1",
@@ -237,15 +237,15 @@ async fn a_client_that_leaves_while_waiting_frees_its_place() {
     read(&mut stream, 3).await;
     drop(take_runner(&mut workers));
     coordinator.wait_ready(false).await;
-    assert!(get(&coordinator, "/metrics").await.contains("lockstep_coordinator_running_requests 1"));
+    assert!(get(&coordinator, "/metrics").await.body.contains("lockstep_coordinator_running_requests 1"));
     drop(stream);
     for _ in 0..100 {
-        if get(&coordinator, "/metrics").await.contains("lockstep_coordinator_running_requests 0") {
+        if get(&coordinator, "/metrics").await.body.contains("lockstep_coordinator_running_requests 0") {
             break;
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    let metrics = get(&coordinator, "/metrics").await;
+    let metrics = get(&coordinator, "/metrics").await.body;
     assert!(metrics.contains("lockstep_coordinator_requests_total{outcome=\"cancelled\"} 1"), "{metrics}");
     workers.push(StubWorker::start("w1", coordinator.grpc).await);
     coordinator.wait_ready(true).await;

@@ -8,4 +8,6 @@ mod stub;
 mod admin;
 mod failover;
 mod generate;
+mod http;
 mod liveness;
+mod openai;

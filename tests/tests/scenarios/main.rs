@@ -11,6 +11,7 @@ mod foreign_client;
 mod gpu;
 mod hugging_face;
 mod memory;
+mod openai;
 mod oracle;
 mod prompts;
 mod sharded_parity;

@@ -18,6 +18,9 @@ use crate::{UsageError, settings, signals};
 #[command(after_help = "\
 Serve a model over four workers, two-way tensor parallel in each of two replicas:
   lockstep coordinator --model /models/m.gguf --min-workers 4 --policy tensor=2,replicas=2
+Talk to it with any client of OpenAI's API:
+  curl localhost:7080/v1/chat/completions -H 'content-type: application/json' \\
+      -d '{\"messages\": [{\"role\": \"user\", \"content\": \"Hello!\"}]}'
 Settings from a file and the environment:
   LOCKSTEP_GRPC_LISTEN=0.0.0.0:9070 lockstep coordinator --config lockstep.toml")]
 pub struct Args {
@@ -41,7 +44,7 @@ struct Settings {
     /// gRPC address [default: 0.0.0.0:7070]
     #[arg(long, env = "LOCKSTEP_GRPC_LISTEN", value_name = "ADDRESS:PORT")]
     grpc_listen: Option<SocketAddr>,
-    /// HTTP address [default: 0.0.0.0:7080]
+    /// HTTP address: OpenAI API, status page, health, metrics [default: 0.0.0.0:7080]
     #[arg(long, env = "LOCKSTEP_HTTP_LISTEN", value_name = "ADDRESS:PORT")]
     http_listen: Option<SocketAddr>,
     /// Model to serve: a path on the workers

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
+use lockstep_coordinator::api::status;
 use lockstep_proto::v1::{
     DeviceStatus, EngineStatus, GetClusterRequest, GetClusterResponse, RankStatus, ReplicaStatus,
 };
 use lockstep_sharding::format_bytes;
-use serde_json::{Value, json};
 
 use crate::{
     client::{ServerArgs, refused},
@@ -39,7 +39,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let mut client = args.server.admin().await?;
     loop {
         let cluster = client.get_cluster(GetClusterRequest {}).await.map_err(|status| refused(&status))?.into_inner();
-        let text = if args.json { format!("{}\n", to_json(&cluster)) } else { render(&cluster) };
+        let text = if args.json { format!("{}\n", status::to_json(&cluster)) } else { render(&cluster) };
         if args.watch && !args.json {
             print("\x1b[H\x1b[2J")?;
         }
@@ -52,10 +52,6 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
             signal = tokio::signal::ctrl_c() => return Ok(signal?),
         }
     }
-}
-
-fn state_name(replica: &ReplicaStatus) -> String {
-    replica.state().as_str_name().trim_start_matches("REPLICA_STATE_").to_lowercase()
 }
 
 fn render(cluster: &GetClusterResponse) -> String {
@@ -109,7 +105,7 @@ fn engine_cells(replica: &ReplicaStatus, engine: &EngineStatus) -> Vec<String> {
     let used = engine.num_kv_blocks.saturating_sub(engine.num_free_kv_blocks);
     vec![
         replica.replica.to_string(),
-        state_name(replica),
+        status::state_name(replica),
         engine.num_running_sequences.to_string(),
         engine.num_waiting_sequences.to_string(),
         // The first heartbeat after the start brings the number.
@@ -134,51 +130,4 @@ fn rank_cells(replica: &ReplicaStatus, rank: &RankStatus) -> Vec<String> {
         format_bytes(rank.kv_bytes),
         format!("{} ({})", rank.dtype, rank.dtype_reason),
     ]
-}
-
-fn to_json(cluster: &GetClusterResponse) -> Value {
-    let workers = cluster.workers.iter().map(|worker| {
-        let devices = worker
-            .devices
-            .iter()
-            .map(|device| json!({"name": device.name, "memory_bytes": device.memory_bytes, "reason": device.reason}));
-        json!({
-            "worker_id": worker.worker_id, "address": worker.address, "host": worker.host,
-            "devices": devices.collect::<Vec<_>>(), "draining": worker.draining,
-            "heartbeat_age_ms": worker.heartbeat_age_ms,
-        })
-    });
-    let models = cluster.models.iter().map(|model| {
-        json!({
-            "name": model.name, "source": model.source, "plan_epoch": model.plan_epoch, "problem": model.problem,
-            "replicas": model.replicas.iter().map(replica_json).collect::<Vec<_>>(),
-        })
-    });
-    json!({"workers": workers.collect::<Vec<_>>(), "models": models.collect::<Vec<_>>()})
-}
-
-fn replica_json(replica: &ReplicaStatus) -> Value {
-    let ranks = replica.ranks.iter().map(|rank| {
-        json!({
-            "rank": rank.rank, "worker_id": rank.worker_id, "local_rank": rank.local_rank,
-            "pipeline_stage": rank.pipeline_stage, "first_layer": rank.first_layer, "end_layer": rank.end_layer,
-            "num_query_heads": rank.num_query_heads, "num_key_value_heads": rank.num_key_value_heads,
-            "intermediate_columns": rank.intermediate_columns, "weight_bytes": rank.weight_bytes,
-            "kv_bytes": rank.kv_bytes, "dtype": rank.dtype, "dtype_reason": rank.dtype_reason,
-        })
-    });
-    let engine = replica.engine.map(|engine| {
-        json!({
-            "num_running_sequences": engine.num_running_sequences,
-            "num_waiting_sequences": engine.num_waiting_sequences,
-            "num_kv_blocks": engine.num_kv_blocks, "num_free_kv_blocks": engine.num_free_kv_blocks,
-            "prefill_tokens_per_second": engine.prefill_tokens_per_second,
-            "decode_tokens_per_second": engine.decode_tokens_per_second,
-            "num_preemptions": engine.num_preemptions,
-        })
-    });
-    json!({
-        "replica": replica.replica, "state": state_name(replica), "problem": replica.problem,
-        "ranks": ranks.collect::<Vec<_>>(), "engine": engine,
-    })
 }

@@ -1,0 +1,106 @@
+//! The sequences of one request: for each prompt `n` of them, all at once.
+//! Invariants: nothing is read from a worker that the client has not room for; dropping the choices cancels them all.
+
+use futures::{
+    StreamExt,
+    future::try_join_all,
+    stream::{self, BoxStream, SelectAll},
+};
+use lockstep_proto::v1::{self, generate_response::Event};
+use serde::Serialize;
+
+use crate::{
+    api::{
+        generation::Generation,
+        intake::{Intake, Prepared, Times},
+    },
+    error::RequestError,
+};
+
+/// Messages of all choices as they come, each with the index of its choice: sample `index % n` of prompt `index / n`.
+pub type Choices = SelectAll<BoxStream<'static, (usize, Result<Event, RequestError>)>>;
+
+/// Tokens of a request; a prompt counts once for all its choices.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Usage {
+    prompt_tokens: u32,
+    completion_tokens: u32,
+    total_tokens: u32,
+    prompt_tokens_details: PromptTokensDetails,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+struct PromptTokensDetails {
+    cached_tokens: u32,
+}
+
+impl Usage {
+    /// Nothing generated yet.
+    pub fn of(prompts: &[Prepared]) -> Self {
+        let prompt_tokens = prompts.iter().map(|prompt| prompt.token_ids.len() as u32).sum();
+        Self { prompt_tokens, total_tokens: prompt_tokens, ..Self::default() }
+    }
+
+    /// Adds a choice that ended; `is_first` of its prompt.
+    pub fn add(&mut self, finish: &v1::Finish, is_first: bool) {
+        let usage = finish.usage.unwrap_or_default();
+        self.completion_tokens += usage.completion_tokens;
+        self.total_tokens += usage.completion_tokens;
+        if is_first {
+            self.prompt_tokens_details.cached_tokens += usage.cached_tokens;
+        }
+    }
+}
+
+/// Starts `samples` sequences for each of `requests`, or none.
+///
+/// # Errors
+/// [`RequestError`] of the first that is refused; the others are cancelled.
+pub async fn start(
+    intake: &Intake,
+    requests: Vec<v1::GenerateRequest>,
+    samples: usize,
+    times: Times,
+) -> Result<(Vec<Prepared>, Choices), RequestError> {
+    let permits = (0..requests.len() * samples).map(|_| intake.admission.enter());
+    let permits = permits.collect::<Result<Vec<_>, _>>()?;
+    let mut prompts = Vec::with_capacity(requests.len());
+    for request in requests {
+        prompts.push(intake.prepare(request).await?);
+    }
+    let starts = permits.into_iter().enumerate().filter_map(|(index, permit)| {
+        let prompt = prompts.get(index / samples)?;
+        Some(intake.start(prompt, (index % samples) as u64, permit, times))
+    });
+    let generations = try_join_all(starts).await?;
+    let choices = generations.into_iter().enumerate().map(|(index, generation)| messages(index, generation).boxed());
+    let choices = stream::select_all(choices);
+    Ok((prompts, choices))
+}
+
+fn messages(
+    index: usize,
+    generation: Generation,
+) -> impl futures::Stream<Item = (usize, Result<Event, RequestError>)> + Send {
+    stream::unfold(generation, move |mut generation| async move {
+        let message = generation.next().await?;
+        let event = message.and_then(|message| {
+            message.event.ok_or_else(|| RequestError::Internal("a message without an event".into()))
+        });
+        Some(((index, event), generation))
+    })
+}
+
+/// OpenAI's word for the end of a choice.
+///
+/// # Errors
+/// [`RequestError::Internal`] for an end that is no completion.
+pub fn finish_reason(finish: &v1::Finish) -> Result<&'static str, RequestError> {
+    match finish.reason() {
+        v1::FinishReason::Stop => Ok("stop"),
+        v1::FinishReason::Length => Ok("length"),
+        v1::FinishReason::Cancelled | v1::FinishReason::Error | v1::FinishReason::Unspecified => {
+            Err(RequestError::Internal("the sequence was given up by its worker".into()))
+        }
+    }
+}

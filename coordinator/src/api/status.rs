@@ -1,0 +1,131 @@
+//! The state of the cluster as operators see it: for `Admin.GetCluster`, `lockstep status` and the status page.
+
+use lockstep_proto::v1;
+use serde_json::{Value, json};
+
+use crate::{
+    cluster::Workers,
+    served::{ModelTable, Replica, ReplicaState, ServedModel},
+};
+
+/// Live workers and desired models.
+pub fn cluster(live: &Workers, models: &ModelTable) -> v1::GetClusterResponse {
+    let workers = live.values().map(|record| v1::WorkerStatus {
+        worker_id: record.hello.worker_id.clone(),
+        address: record.hello.address.clone(),
+        host: record.hello.host.clone(),
+        devices: record.hello.devices.iter().map(device_status).collect(),
+        draining: record.draining,
+        heartbeat_age_ms: record.last_heartbeat.elapsed().as_secs_f64() * 1e3,
+    });
+    let models = models.values().map(|model| model_status(model, live));
+    v1::GetClusterResponse { workers: workers.collect(), models: models.collect() }
+}
+
+fn device_status(device: &v1::WorkerDevice) -> v1::DeviceStatus {
+    let (name, reason) = (device.name.clone(), device.reason.clone());
+    v1::DeviceStatus { name, reason, memory_bytes: device.memory_bytes }
+}
+
+fn model_status(model: &ServedModel, live: &Workers) -> v1::ModelStatus {
+    v1::ModelStatus {
+        name: model.spec.name.clone(),
+        source: model.spec.source.clone(),
+        plan_epoch: model.plan_epoch,
+        replicas: model.replicas.iter().map(|replica| replica_status(replica, live)).collect(),
+        problem: model.problem.as_ref().map_or_else(String::new, |problem| problem.detail.clone()),
+    }
+}
+
+fn replica_status(replica: &Replica, live: &Workers) -> v1::ReplicaStatus {
+    let (state, problem) = match replica.state() {
+        ReplicaState::Loading => (v1::ReplicaState::Loading, String::new()),
+        ReplicaState::Ready => (v1::ReplicaState::Ready, String::new()),
+        ReplicaState::Draining => (v1::ReplicaState::Draining, String::new()),
+        ReplicaState::Broken(breakage) => (v1::ReplicaState::Broken, breakage.detail),
+    };
+    let ranks = replica.plan.stages.iter().enumerate().flat_map(|(stage_index, stage)| {
+        stage.ranks.iter().map(move |rank| v1::RankStatus {
+            rank: rank.rank as u32,
+            worker_id: rank.worker_id.clone(),
+            local_rank: rank.local_rank as u32,
+            pipeline_stage: stage_index as u32,
+            first_layer: stage.layers.start as u32,
+            end_layer: stage.layers.end as u32,
+            num_query_heads: rank.query_heads.len() as u32,
+            num_key_value_heads: rank.key_value_heads.len() as u32,
+            intermediate_columns: rank.intermediate.len() as u32,
+            weight_bytes: rank.weight_bytes,
+            kv_bytes: rank.kv_bytes,
+            dtype: rank.dtype.to_string(),
+            dtype_reason: rank.dtype_reason.clone(),
+        })
+    });
+    v1::ReplicaStatus {
+        replica: replica.index as u32,
+        state: state.into(),
+        ranks: ranks.collect(),
+        engine: engine_status(replica, live),
+        problem,
+    }
+}
+
+/// The engine's numbers as the replica's leader last reported them.
+pub fn engine_status(replica: &Replica, live: &Workers) -> Option<v1::EngineStatus> {
+    let leader = replica.members.first()?;
+    let record = live.get(&leader.worker_id).filter(|record| record.session == leader.session)?;
+    record.replicas.iter().find(|report| replica.is_meant_by(report))?.engine
+}
+
+/// The same as JSON, with the names of the wire contract.
+pub fn to_json(cluster: &v1::GetClusterResponse) -> Value {
+    let workers = cluster.workers.iter().map(|worker| {
+        let devices = worker
+            .devices
+            .iter()
+            .map(|device| json!({"name": device.name, "memory_bytes": device.memory_bytes, "reason": device.reason}));
+        json!({
+            "worker_id": worker.worker_id, "address": worker.address, "host": worker.host,
+            "devices": devices.collect::<Vec<_>>(), "draining": worker.draining,
+            "heartbeat_age_ms": worker.heartbeat_age_ms,
+        })
+    });
+    let models = cluster.models.iter().map(|model| {
+        json!({
+            "name": model.name, "source": model.source, "plan_epoch": model.plan_epoch, "problem": model.problem,
+            "replicas": model.replicas.iter().map(replica_json).collect::<Vec<_>>(),
+        })
+    });
+    json!({"workers": workers.collect::<Vec<_>>(), "models": models.collect::<Vec<_>>()})
+}
+
+fn replica_json(replica: &v1::ReplicaStatus) -> Value {
+    let ranks = replica.ranks.iter().map(|rank| {
+        json!({
+            "rank": rank.rank, "worker_id": rank.worker_id, "local_rank": rank.local_rank,
+            "pipeline_stage": rank.pipeline_stage, "first_layer": rank.first_layer, "end_layer": rank.end_layer,
+            "num_query_heads": rank.num_query_heads, "num_key_value_heads": rank.num_key_value_heads,
+            "intermediate_columns": rank.intermediate_columns, "weight_bytes": rank.weight_bytes,
+            "kv_bytes": rank.kv_bytes, "dtype": rank.dtype, "dtype_reason": rank.dtype_reason,
+        })
+    });
+    let engine = replica.engine.map(|engine| {
+        json!({
+            "num_running_sequences": engine.num_running_sequences,
+            "num_waiting_sequences": engine.num_waiting_sequences,
+            "num_kv_blocks": engine.num_kv_blocks, "num_free_kv_blocks": engine.num_free_kv_blocks,
+            "prefill_tokens_per_second": engine.prefill_tokens_per_second,
+            "decode_tokens_per_second": engine.decode_tokens_per_second,
+            "num_preemptions": engine.num_preemptions,
+        })
+    });
+    json!({
+        "replica": replica.replica, "state": state_name(replica), "problem": replica.problem,
+        "ranks": ranks.collect::<Vec<_>>(), "engine": engine,
+    })
+}
+
+/// A replica's state in one word.
+pub fn state_name(replica: &v1::ReplicaStatus) -> String {
+    replica.state().as_str_name().trim_start_matches("REPLICA_STATE_").to_lowercase()
+}
