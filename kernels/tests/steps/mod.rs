@@ -15,8 +15,10 @@ use rand::{Rng, SeedableRng, rngs::StdRng};
 
 use crate::blocks::random_matrix;
 
-/// TODO
-pub const EIGHT_BIT_TOLERANCE: f64 = 1e0;
+/// Largest error of a row, relative to its size, where activations are rounded to 8 bits for each block of 32, by up to
+/// 1/254 of its largest one, before every matmul: the worst rows of 14,700 random steps on the CPU device parted from the
+/// oracle by 13 %, 99.9 % of them by less than 9.
+pub const EIGHT_BIT_TOLERANCE: f64 = 2e-1;
 
 pub const HIDDEN: usize = 256;
 const HEADS: usize = 4;
