@@ -3,7 +3,7 @@
 //! what else runs, on preemptions or on the number of steps in flight; nothing is yielded twice.
 //! Not here: threads, network, devices, the clock (passed in), stop texts (the coordinator's).
 //!
-//! `scheduler`: which sequences, with how many tokens; `block_manager`: free KV blocks; `sequence`: one sequence's
+//! `tenant`: whose a sequence is; `scheduler`: which sequences, with how many tokens; `block_manager`: free KV blocks; `sequence`: one sequence's
 //! progress; `sampler`, `penalties`: the choice of the next token; `throughput`: tokens per second.
 
 mod block_manager;
@@ -11,12 +11,14 @@ mod penalties;
 mod sampler;
 mod scheduler;
 mod sequence;
+mod tenant;
 mod throughput;
 
 use std::{collections::VecDeque, time::Instant};
 
 use lockstep_kernels::ops::Candidates;
 
+pub use self::tenant::Tenant;
 use self::{sampler::Choice, scheduler::Scheduler, sequence::Sequence, throughput::Throughput};
 use crate::step::{StepPlan, StepResult, StepSequence};
 
@@ -84,6 +86,8 @@ impl Sampling {
 pub struct SequenceRequest {
     /// For logs.
     pub request_id: String,
+    /// Whose it is.
+    pub tenant: Tenant,
     /// The prompt, which is not empty, and after it what the sequence has yielded elsewhere; shorter than
     /// `max_sequence_tokens`.
     pub token_ids: Vec<u32>,

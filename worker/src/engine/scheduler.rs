@@ -236,7 +236,12 @@ impl Scheduler {
             return false;
         }
         let (victim, mut sequence) = last.remove_entry();
-        tracing::debug!(sequence_id = victim, num_tokens = sequence.tokens.len(), "preempted");
+        tracing::debug!(
+            sequence_id = victim,
+            tenant = &*sequence.tenant.name,
+            num_tokens = sequence.tokens.len(),
+            "preempted"
+        );
         self.blocks.release(&mut sequence.blocks);
         sequence.num_scheduled_tokens = 0;
         self.waiting.insert(victim, sequence);

@@ -4,12 +4,13 @@
 
 use std::time::Instant;
 
-use super::{SequenceId, SequenceRequest, SequenceStats, sampler::Sampler};
+use super::{SequenceId, SequenceRequest, SequenceStats, Tenant, sampler::Sampler};
 
 /// A sequence that waits or runs.
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub(super) id: SequenceId,
+    pub(super) tenant: Tenant,
     /// Prompt and output.
     pub(super) tokens: Vec<u32>,
     pub(super) num_prompt_tokens: usize,
@@ -44,12 +45,13 @@ struct Times {
 impl Sequence {
     /// A sequence that may become `max_sequence_tokens` long.
     pub(super) fn new(id: SequenceId, request: SequenceRequest, max_sequence_tokens: usize, now: Instant) -> Self {
-        let SequenceRequest { token_ids, num_output_tokens, sampling, .. } = request;
+        let SequenceRequest { tenant, token_ids, num_output_tokens, sampling, .. } = request;
         let (prompt, output) = token_ids.split_at(token_ids.len().saturating_sub(num_output_tokens));
         let mut sampler = Sampler::new(&sampling, prompt);
         output.iter().for_each(|&token_id| sampler.observe(token_id));
         Self {
             id,
+            tenant,
             num_prompt_tokens: prompt.len(),
             num_earlier_tokens: output.len(),
             num_scheduled_tokens: 0,

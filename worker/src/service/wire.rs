@@ -12,6 +12,7 @@ use crate::{
     WorkerError,
     engine::{
         EngineError, EngineStatus, FinishReason, Logprobs, Sampling, SequenceOutput, SequenceRequest, SequenceStats,
+        Tenant,
     },
 };
 
@@ -35,8 +36,13 @@ pub(super) fn sequence_request(request: v1::RunSequenceRequest, vocab_size: usiz
             return Err(invalid(problem));
         }
     }
-    let v1::RunSequenceRequest { request_id, token_ids, .. } = request;
-    Ok(SequenceRequest { request_id, token_ids, num_output_tokens, sampling })
+    let weight = request.weight.max(1);
+    if weight > Tenant::MAX_WEIGHT {
+        return Err(invalid(format!("weight is {weight}, allowed are 1 to {}", Tenant::MAX_WEIGHT)));
+    }
+    let v1::RunSequenceRequest { request_id, tenant, token_ids, is_isolated, .. } = request;
+    let tenant = Tenant { name: tenant.into(), weight, is_isolated };
+    Ok(SequenceRequest { request_id, tenant, token_ids, num_output_tokens, sampling })
 }
 
 fn sampling_of(params: v1::SamplingParams, eos_token_ids: Vec<u32>) -> Result<Sampling, Status> {
@@ -167,7 +173,8 @@ mod tests {
     #[test]
     fn bad_fields_are_named() {
         type Change = fn(&mut v1::RunSequenceRequest, &mut v1::SamplingParams);
-        let cases: [(Change, &str); 9] = [
+        let cases: [(Change, &str); 10] = [
+            (|request, _| request.weight = 1001, "weight is 1001, allowed are 1 to 1000"),
             (|request, _| request.token_ids.clear(), "token_ids is empty"),
             (|request, _| request.token_ids.push(10), "token_ids: has 10 at index 2"),
             (|request, _| request.eos_token_ids.push(11), "eos_token_ids: has 11"),

@@ -15,7 +15,7 @@ use lockstep_sharding::{ModelShape, Parallelism, PlanOptions, Policy, ReplicaPla
 use lockstep_worker::{
     collective::LinkListener,
     devices::{DeviceSelection, DeviceSettings, LocalDevices},
-    engine::{Logprobs, Sampling, SequenceOutput, SequenceRequest},
+    engine::{Logprobs, Sampling, SequenceOutput, SequenceRequest, Tenant},
     replica::{LeaderHandle, Replica, ReplicaSpec},
 };
 
@@ -168,7 +168,8 @@ fn spec(
 /// Greedy decoding of `prompt`, with the two most likely tokens of each step.
 pub fn greedy(prompt: Vec<u32>, max_tokens: usize) -> SequenceRequest {
     let sampling = Sampling { logprobs: 2, ..Sampling::greedy(max_tokens) };
-    SequenceRequest { request_id: "test".to_owned(), token_ids: prompt, num_output_tokens: 0, sampling }
+    let (request_id, tenant) = ("test".to_owned(), Tenant::default());
+    SequenceRequest { request_id, tenant, token_ids: prompt, num_output_tokens: 0, sampling }
 }
 
 /// Runs a sequence to its end.

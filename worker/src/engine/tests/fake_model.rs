@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use lockstep_kernels::ops::{Candidates, SampleRow};
 
 use crate::{
-    engine::{Sampling, SequenceRequest},
+    engine::{Sampling, SequenceRequest, Tenant},
     step::{StepPlan, StepResult},
 };
 
@@ -16,7 +16,8 @@ pub const VOCAB_SIZE: usize = 300;
 /// A greedy request.
 pub fn request(prompt: Vec<u32>, max_tokens: usize) -> SequenceRequest {
     let sampling = Sampling::greedy(max_tokens);
-    SequenceRequest { request_id: String::from("test"), token_ids: prompt, num_output_tokens: 0, sampling }
+    let (request_id, tenant) = (String::from("test"), Tenant::default());
+    SequenceRequest { request_id, tenant, token_ids: prompt, num_output_tokens: 0, sampling }
 }
 
 /// FNV-1a with a final mix.

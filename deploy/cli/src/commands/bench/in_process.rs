@@ -13,7 +13,7 @@ use lockstep_sharding::{DeviceSpec, Dtype, Parallelism, PlanOptions, Policy, Top
 use lockstep_worker::{
     collective::LinkListener,
     devices::{DeviceSelection, DeviceSettings, LocalDevices},
-    engine::{Sampling, SequenceOutput, SequenceRequest},
+    engine::{Sampling, SequenceOutput, SequenceRequest, Tenant},
     replica::{LeaderHandle, Replica, ReplicaSpec},
 };
 use tokio_util::sync::CancellationToken;
@@ -122,7 +122,8 @@ impl InProcessTarget {
         let start = Instant::now();
         let sampling = Sampling::greedy(max_tokens);
         let request_id = String::from(WORKER_ID);
-        let request = SequenceRequest { request_id, token_ids: prompt, num_output_tokens: 0, sampling };
+        let tenant = Tenant::default();
+        let request = SequenceRequest { request_id, tenant, token_ids: prompt, num_output_tokens: 0, sampling };
         let mut running = self.leader.submit(request).await?;
         let mut tokens = Vec::with_capacity(max_tokens);
         while let Some(output) = running.outputs.recv().await {
