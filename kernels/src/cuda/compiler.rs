@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 
 use super::{
     kernel_cache::{KernelCache, Key},
-    probe::Library,
+    probe::nvrtc_version,
     sources::{HEADERS, Source},
 };
 use crate::KernelError;
@@ -54,13 +54,7 @@ impl Compiler {
     /// # Errors
     /// [`KernelError::Device`] if it is not there or does not answer.
     pub fn new(cache: KernelCache) -> Result<Self, KernelError> {
-        Library::Nvrtc.require()?;
-        let (mut major, mut minor) = (0, 0);
-        // SAFETY: the pointers are to locals; the library is present.
-        unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) }
-            .result()
-            .map_err(|code| error(format!("NVRTC does not tell its version: {code:?}")))?;
-        Ok(Self { version: (major, minor), cache })
+        Ok(Self { version: nvrtc_version()?, cache })
     }
 
     /// NVRTC's version, such as 13.0.

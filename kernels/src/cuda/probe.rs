@@ -2,7 +2,7 @@
 //! For: choosing a device, and everything that is about to call one of the libraries.
 //! Invariant: `cudarc` panics when a library is absent, so nothing calls one that was not found here first.
 
-use std::sync::OnceLock;
+use std::{ffi::c_int, sync::OnceLock};
 
 use cudarc::{cublaslt, driver, nccl, nvrtc};
 
@@ -70,7 +70,8 @@ impl Library {
 /// GPUs of this machine that the driver shows.
 ///
 /// # Errors
-/// [`KernelError::Device`] if there is no driver, it is too old, it fails, or NVRTC is missing.
+/// [`KernelError::Device`] if there is no driver, it fails, it is too old (also for the NVRTC that is here), or NVRTC is
+/// missing.
 pub fn num_devices() -> Result<usize, KernelError> {
     Library::Driver.require()?;
     driver::result::init().map_err(|code| error(format!("the driver does not start: {}", describe(code))))?;
@@ -79,16 +80,41 @@ pub fn num_devices() -> Result<usize, KernelError> {
     unsafe { driver::sys::cuDriverGetVersion(&raw mut version) }
         .result()
         .map_err(|code| error(format!("the driver does not tell its version: {}", describe(code))))?;
-    if version < OLDEST_DRIVER {
-        return Err(error(format!(
-            "the driver supports CUDA {}, expected {} or newer",
-            version_name(version),
-            version_name(OLDEST_DRIVER)
-        )));
-    }
-    Library::Nvrtc.require()?;
+    expect_driver(version, OLDEST_DRIVER)?;
+    let (major, minor) = nvrtc_version()?;
+    expect_driver_for_nvrtc(version, major, minor)?;
     let count = driver::result::device::get_count().map_err(|code| error(describe(code)))?;
     usize::try_from(count).ok().filter(|count| *count > 0).ok_or_else(|| error("the driver shows no GPU".to_owned()))
+}
+
+/// Version of NVRTC, such as 13 and 0.
+///
+/// # Errors
+/// [`KernelError::Device`] if it is not there or does not answer.
+pub(super) fn nvrtc_version() -> Result<(c_int, c_int), KernelError> {
+    Library::Nvrtc.require()?;
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: the pointers are to locals; the library is present.
+    unsafe { nvrtc::sys::nvrtcVersion(&raw mut major, &raw mut minor) }
+        .result()
+        .map_err(|code| error(format!("NVRTC does not tell its version: {code:?}")))?;
+    Ok((major, minor))
+}
+
+fn expect_driver(version: c_int, oldest: c_int) -> Result<(), KernelError> {
+    if version >= oldest {
+        return Ok(());
+    }
+    let (got, expected) = (version_name(version), version_name(oldest));
+    Err(error(format!("the driver supports CUDA {got}, expected {expected} or newer")))
+}
+
+/// A driver runs code of newer compilers of its own major version alone.
+fn expect_driver_for_nvrtc(version: c_int, major: c_int, minor: c_int) -> Result<(), KernelError> {
+    expect_driver(version, major * 1000).map_err(|_| {
+        let got = version_name(version);
+        error(format!("the driver supports CUDA {got}, too old for NVRTC {major}.{minor}: expected {major}.0 or newer, or an older NVRTC"))
+    })
 }
 
 /// `12080` → `12.8`.
@@ -118,6 +144,16 @@ mod tests {
             let message = num_devices().unwrap_err().to_string();
             assert!(message.contains("libcuda is not found"), "{message}");
         }
-        assert_eq!(version_name(12_080), "12.8");
+    }
+
+    #[test]
+    fn a_driver_that_is_too_old_is_an_error_with_the_numbers() {
+        assert!(expect_driver(12_000, OLDEST_DRIVER).is_ok());
+        let message = expect_driver(11_080, OLDEST_DRIVER).unwrap_err().to_string();
+        assert!(message.contains("supports CUDA 11.8, expected 12.0 or newer"), "{message}");
+        // Any minor version of the same major one will do.
+        assert!(expect_driver_for_nvrtc(13_000, 13, 5).is_ok() && expect_driver_for_nvrtc(13_000, 12, 8).is_ok());
+        let message = expect_driver_for_nvrtc(12_080, 13, 0).unwrap_err().to_string();
+        assert!(message.contains("CUDA 12.8, too old for NVRTC 13.0: expected 13.0"), "{message}");
     }
 }
