@@ -41,15 +41,20 @@ impl Add {
     /// Starts it.
     ///
     /// # Errors
-    /// [`KernelError::Shape`] if a buffer is too small, [`KernelError::Device`] if the launch fails.
+    /// [`KernelError::OutOfRange`] for more values than 32 bits count, [`KernelError::Shape`] if a buffer is too small,
+    /// [`KernelError::Device`] if the launch fails.
     pub fn launch(&self, call: &AddCall) -> Result<(), KernelError> {
         let AddCall { len, is_half, ref addend, ref hidden } = *call;
         let element_bytes = if is_half { size_of::<u16>() } else { size_of::<f32>() };
+        let Ok(num_values) = u32::try_from(len) else {
+            let (operation, what, limit) = ("add", "values", u32::MAX as usize + 1);
+            return Err(KernelError::OutOfRange { operation, what, got: len, limit });
+        };
         addend.expect_bytes("add", "bytes of the addend", len * element_bytes)?;
         hidden.expect_bytes("add", "bytes of the hidden rows", len * size_of::<f32>())?;
         let kernel = self.gpu.kernel(&SOURCE, &[format!("-DHALVES={}", u32::from(is_half))], "add")?;
         let launch = Launch::blocks(len.div_ceil(NUM_THREADS * WIDTH) as u32, NUM_THREADS as u32);
-        let arguments = [(&**addend).into(), (len as u32).into(), (&**hidden).into()];
+        let arguments = [(&**addend).into(), num_values.into(), (&**hidden).into()];
         // SAFETY: the kernel's arguments; it touches `len` values, which the buffers have, from their start on.
         unsafe { kernel.launch(&self.gpu, launch, &arguments) }
     }
