@@ -23,6 +23,8 @@ const STEPS: u32 = 50;
 const ROUNDING: f32 = 0.05;
 /// Longest time from the loss of a worker until the coordinator knows.
 const LOSS: Duration = Duration::from_secs(2);
+/// Messages of a stream that goes on: more than can have been under way when a worker was lost.
+const GONE_ON: usize = 400;
 /// The signal that ends a process at once.
 const KILL: &str = "-9";
 
@@ -194,7 +196,7 @@ async fn lose_worker(layout: Layout, index: usize, signal: &str) {
         while !client.is_ready().await.unwrap() {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
-        for _ in 0..8 {
+        for _ in 0..GONE_ON {
             stream.message().await.unwrap().unwrap();
         }
     };
