@@ -100,6 +100,9 @@ run() {
         say "no comparison with transformers: $(tail -1 "$results/logs/transformers")"
     fi
 
+    [ "$num_gpus" -ge 2 ] || tests+=("two_gpus not-run: GPUs here: $num_gpus")
+    [ "$num_gpus" -ge 4 ] || tests+=("four_gpus not-run: GPUs here: $num_gpus")
+
     for executable in "$folder"/tests/*; do
         local name outcome
         name=$(basename "$executable")

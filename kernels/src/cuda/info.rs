@@ -36,12 +36,7 @@ impl Gpu {
     /// [`KernelError::Device`] with the numbers.
     pub fn expect_memory(&self) -> Result<(), KernelError> {
         let (free, total) = self.memory()?;
-        if free as u64 >= LEAST_BYTES {
-            return Ok(());
-        }
-        let mib = |bytes: u64| bytes >> 20;
-        let (free, total, least) = (mib(free as u64), mib(total as u64), mib(LEAST_BYTES));
-        Err(self.error(format!("{free} MiB of {total} MiB are free, at least {least} MiB are needed")))
+        missing_memory(free as u64, total as u64).map_or(Ok(()), |what| Err(self.error(what)))
     }
 
     /// Asks the driver what the GPU is, and measures what it sustains.
@@ -58,6 +53,13 @@ impl Gpu {
             operations_per_second: measure_matmul_rate(self)?,
         })
     }
+}
+
+/// What to say of a GPU with so much free memory if that is too little.
+fn missing_memory(free: u64, total: u64) -> Option<String> {
+    let [free_mib, total_mib, least_mib] = [free, total, LEAST_BYTES].map(|bytes| bytes >> 20);
+    let is_missing = free < LEAST_BYTES;
+    is_missing.then(|| format!("{free_mib} MiB of {total_mib} MiB are free, at least {least_mib} MiB are needed"))
 }
 
 /// Bytes a second of a copy on the GPU, read and written.
@@ -95,4 +97,16 @@ fn best_seconds(gpu: &Gpu, run: impl Fn() -> Result<(), KernelError>) -> Result<
         best = best.min(f64::from(gpu.elapsed_ms(&run)?) / 1e3);
     }
     Ok(best.max(1e-9))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn too_little_memory_is_said_with_the_numbers() {
+        assert_eq!(missing_memory(LEAST_BYTES, 4 << 30), None);
+        let message = missing_memory(300 << 20, 80 << 30).unwrap();
+        assert_eq!(message, "300 MiB of 81920 MiB are free, at least 1280 MiB are needed");
+    }
 }

@@ -55,15 +55,16 @@ impl Library {
     /// # Errors
     /// [`KernelError::Device`] naming the library and who would bring it.
     pub fn require(self) -> Result<(), KernelError> {
-        if self.is_present() {
-            return Ok(());
-        }
+        if self.is_present() { Ok(()) } else { Err(self.missing()) }
+    }
+
+    fn missing(self) -> KernelError {
         let source = match self {
             Self::Driver => "the NVIDIA driver",
             Self::Nvrtc | Self::CublasLt => "the CUDA toolkit or its runtime packages",
             Self::Nccl => "NCCL",
         };
-        Err(error(format!("{} is not found: it comes with {source}; LD_LIBRARY_PATH may name its folder", self.name())))
+        error(format!("{} is not found: it comes with {source}; LD_LIBRARY_PATH may name its folder", self.name()))
     }
 }
 
@@ -139,7 +140,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_driver_is_an_error_that_names_it() {
+    fn a_missing_library_is_an_error_that_names_it() {
+        for library in [Library::Driver, Library::Nvrtc, Library::CublasLt, Library::Nccl] {
+            let message = library.missing().to_string();
+            assert!(message.contains(library.name()) && message.contains("LD_LIBRARY_PATH"), "{message}");
+        }
         if !Library::Driver.is_present() {
             let message = num_devices().unwrap_err().to_string();
             assert!(message.contains("libcuda is not found"), "{message}");
