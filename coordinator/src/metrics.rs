@@ -14,6 +14,7 @@ use crate::served::ModelTable;
 const REQUESTS: &str = "lockstep_coordinator_requests_total";
 const RUNNING: &str = "lockstep_coordinator_running_requests";
 const PROMPT_TOKENS: &str = "lockstep_coordinator_prompt_tokens_total";
+const CACHED_PROMPT_TOKENS: &str = "lockstep_coordinator_cached_prompt_tokens_total";
 const COMPLETION_TOKENS: &str = "lockstep_coordinator_completion_tokens_total";
 const TTFT: &str = "lockstep_coordinator_time_to_first_token_seconds";
 const INTER_TOKEN: &str = "lockstep_coordinator_inter_token_seconds";
@@ -27,10 +28,11 @@ const KV_BLOCKS: &str = "lockstep_worker_kv_blocks";
 const FREE_KV_BLOCKS: &str = "lockstep_worker_free_kv_blocks";
 
 /// Every metric with its help text.
-const DESCRIPTIONS: [(&str, &str); 14] = [
+const DESCRIPTIONS: [(&str, &str); 15] = [
     (REQUESTS, "Generate requests that ended, by outcome"),
     (RUNNING, "Generate requests in the coordinator"),
     (PROMPT_TOKENS, "Prompt tokens of admitted requests"),
+    (CACHED_PROMPT_TOKENS, "Prompt tokens whose KV blocks were already there when their request began to run"),
     (COMPLETION_TOKENS, "Tokens received from workers"),
     (TTFT, "From acceptance of a request to its first token"),
     (INTER_TOKEN, "Between two messages with tokens of a stream"),
@@ -58,6 +60,8 @@ pub struct Metrics {
     recorder: PrometheusRecorder,
     /// Prompt tokens of admitted requests.
     pub prompt_tokens: Counter,
+    /// Prompt tokens that workers had computed before.
+    pub cached_prompt_tokens: Counter,
     /// Tokens received from workers.
     pub completion_tokens: Counter,
     /// Seconds to the first token.
@@ -88,6 +92,7 @@ impl Default for Metrics {
         let histogram = |name| recorder.register_histogram(&Key::from_static_name(name), &METADATA);
         Self {
             prompt_tokens: counter(PROMPT_TOKENS),
+            cached_prompt_tokens: counter(CACHED_PROMPT_TOKENS),
             completion_tokens: counter(COMPLETION_TOKENS),
             ttft: histogram(TTFT),
             inter_token: histogram(INTER_TOKEN),

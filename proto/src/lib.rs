@@ -1,11 +1,13 @@
 //! The wire contract `lockstep.v1`: everything two processes must agree on, and nothing else.
 //!
 //! - [`v1`]: generated messages, clients and servers.
+//! - [`prefix`]: names of KV blocks.
 //! - [`sampling`]: what sampling parameters may hold.
 //! - [`status`]: the only code that builds or reads a [`tonic::Status`].
 
 #![forbid(unsafe_code)]
 
+pub mod prefix;
 pub mod sampling;
 pub mod status;
 

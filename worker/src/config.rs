@@ -31,6 +31,8 @@ pub struct WorkerConfig {
     pub collective_timeout: Duration,
     /// Most sequences waiting in an engine.
     pub max_waiting_sequences: usize,
+    /// Whether sequences with equal beginnings share KV blocks.
+    pub is_prefix_caching: bool,
     /// Longest drain at shutdown.
     pub drain_timeout: Duration,
 }

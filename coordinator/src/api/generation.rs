@@ -38,6 +38,8 @@ pub struct Generation {
     first_token: Option<Instant>,
     last_token: Option<Instant>,
     queue_ms: Option<f64>,
+    /// Prompt tokens that the first replica which yielded had computed before.
+    cached_tokens: Option<u32>,
     released_tokens: u32,
     outcome: &'static str,
 }
@@ -64,6 +66,7 @@ impl Generation {
             first_token: None,
             last_token: None,
             queue_ms: None,
+            cached_tokens: None,
             released_tokens: 0,
             outcome: Class::Cancelled.reason(),
         })
@@ -124,6 +127,7 @@ impl Generation {
         if let Some(queue_ms) = tokens.queue_ms {
             self.note_queue_ms(queue_ms);
         }
+        self.note_cached_tokens(tokens.cached_tokens);
         self.first_token.get_or_insert(now);
         self.last_token = Some(now);
         self.running.metrics.completion_tokens.increment(tokens.token_ids.len() as u64);
@@ -134,7 +138,7 @@ impl Generation {
             self.output.push(tokens, &mut delta).map_err(|error| RequestError::Internal(error.to_string()))?;
         self.released_tokens += delta.token_ids.len() as u32;
         if is_stopped {
-            self.end(v1::FinishReason::Stop, 0);
+            self.end(v1::FinishReason::Stop);
         }
         Ok(delta)
     }
@@ -145,18 +149,27 @@ impl Generation {
         self.queue_ms.get_or_insert(queue_ms + delay.as_secs_f64() * 1e3);
     }
 
+    /// As for the queue, the first replica that says it is right: a later one is given more than the prompt.
+    fn note_cached_tokens(&mut self, cached_tokens: u32) {
+        if self.cached_tokens.is_none() {
+            self.cached_tokens = Some(cached_tokens);
+            self.running.metrics.cached_prompt_tokens.increment(cached_tokens.into());
+        }
+    }
+
     fn take_finish(&mut self, finish: v1::SequenceFinish) -> v1::Delta {
         let mut delta = v1::Delta::default();
         let is_stopped = self.output.finish(&mut delta);
         let reason = if is_stopped { v1::FinishReason::Stop } else { finish.reason() };
         self.released_tokens += delta.token_ids.len() as u32;
         self.note_queue_ms(finish.timings.unwrap_or_default().queue_ms);
-        self.end(reason, finish.usage.unwrap_or_default().cached_tokens);
+        self.note_cached_tokens(finish.usage.unwrap_or_default().cached_tokens);
+        self.end(reason);
         delta
     }
 
     /// Prepares the last message.
-    fn end(&mut self, reason: v1::FinishReason, cached_tokens: u32) {
+    fn end(&mut self, reason: v1::FinishReason) {
         let millis = |from: Instant, to: Option<Instant>| to.map_or(0.0, |to| (to - from).as_secs_f64() * 1e3);
         let timings = v1::Timings {
             queue_ms: self.queue_ms.unwrap_or_default(),
@@ -166,7 +179,7 @@ impl Generation {
         let usage = v1::Usage {
             prompt_tokens: self.running.prompt_tokens,
             completion_tokens: self.released_tokens,
-            cached_tokens,
+            cached_tokens: self.cached_tokens.unwrap_or_default(),
         };
         self.outcome = match reason {
             v1::FinishReason::Stop => "stop",

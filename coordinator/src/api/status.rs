@@ -117,6 +117,7 @@ fn replica_json(replica: &v1::ReplicaStatus) -> Value {
             "prefill_tokens_per_second": engine.prefill_tokens_per_second,
             "decode_tokens_per_second": engine.decode_tokens_per_second,
             "num_preemptions": engine.num_preemptions,
+            "prefix_query_tokens": engine.prefix_query_tokens, "prefix_hit_tokens": engine.prefix_hit_tokens,
         })
     });
     json!({

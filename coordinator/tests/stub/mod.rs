@@ -220,6 +220,7 @@ async fn spell(
             token_ids: vec![token_id],
             logprobs: logprobs.into_iter().collect(),
             queue_ms: (index == first).then_some(0.25),
+            cached_tokens: 0,
         };
         if sender.send(Ok(event(v1::sequence_event::Event::Tokens(tokens)))).await.is_err() {
             return false;

@@ -1,10 +1,11 @@
 //! The engine of a replica's leader. `schedule()` says what to run, `update()` takes what came of it.
 //! For: the replica's leader thread. Invariants: sole owner of KV block ids; what a sequence yields does not depend on
-//! what else runs, on preemptions or on the number of steps in flight; nothing is yielded twice.
+//! what else runs or ran, on preemptions or on the number of steps in flight; nothing is yielded twice.
 //! Not here: threads, network, devices, the clock (passed in), stop texts (the coordinator's).
 //!
-//! `tenant`: whose a sequence is; `scheduler`: which sequences, with how many tokens; `block_manager`: free KV blocks; `sequence`: one sequence's
-//! progress; `sampler`, `penalties`: the choice of the next token; `throughput`: tokens per second.
+//! `tenant`: whose a sequence is; `scheduler`: which sequences, with how many tokens; `block_manager`: free and shared KV
+//! blocks; `sequence`: one sequence's progress; `sampler`, `penalties`: the choice of the next token; `throughput`: tokens
+//! per second.
 
 mod block_manager;
 mod penalties;
@@ -18,7 +19,7 @@ use std::{collections::VecDeque, time::Instant};
 
 use lockstep_kernels::ops::Candidates;
 
-pub use self::tenant::Tenant;
+pub use self::{block_manager::PrefixChanges, tenant::Tenant};
 use self::{sampler::Choice, scheduler::Scheduler, sequence::Sequence, throughput::Throughput};
 use crate::step::{StepPlan, StepResult, StepSequence};
 
@@ -39,6 +40,8 @@ pub struct EngineConfig {
     pub max_waiting_sequences: usize,
     /// Steps in flight at once: the number of pipeline stages.
     pub max_steps_in_flight: usize,
+    /// Whether sequences share the blocks of equal beginnings.
+    pub is_prefix_caching: bool,
 }
 
 /// The engine's id of a sequence.
@@ -129,6 +132,15 @@ pub struct SequenceStats {
     pub decode_ms: f64,
 }
 
+/// How a sequence came to its first token here.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Beginning {
+    /// How long it waited for its first step.
+    pub queue_ms: f64,
+    /// Tokens of its prompt that others had computed.
+    pub cached_tokens: usize,
+}
+
 /// What a sequence yields.
 #[derive(Clone, Debug, PartialEq)]
 pub enum SequenceOutput {
@@ -138,8 +150,8 @@ pub enum SequenceOutput {
         token_id: u32,
         /// If asked for.
         logprobs: Option<Logprobs>,
-        /// With the first token: how long the sequence waited for its first step.
-        queue_ms: Option<f64>,
+        /// With the first token.
+        beginning: Option<Beginning>,
     },
     /// The last output.
     Finished {
@@ -187,6 +199,8 @@ pub struct EngineStatus {
     pub prefill_tokens_per_second: f64,
     pub decode_tokens_per_second: f64,
     pub num_preemptions: u64,
+    pub prefix_query_tokens: u64,
+    pub prefix_hit_tokens: u64,
 }
 
 /// Schedules the sequences of one replica.
@@ -322,17 +336,31 @@ impl Engine {
             Choice::Token(token_id, logprobs) => {
                 sequence.push(token_id, now);
                 let stats = sequence.stats(now);
-                let queue_ms = sequence.has_one_token().then_some(stats.queue_ms);
-                outputs.push((id, SequenceOutput::Token { token_id, logprobs, queue_ms }));
+                let SequenceStats { queue_ms, cached_tokens, .. } = stats;
+                let beginning = sequence.has_one_token().then_some(Beginning { queue_ms, cached_tokens });
+                outputs.push((id, SequenceOutput::Token { token_id, logprobs, beginning }));
                 (1, (sequence.tokens.len() >= sequence.max_tokens).then_some(FinishReason::Length))
             }
         };
+        if finish == Some(FinishReason::Error) {
+            self.scheduler.distrust(id);
+        }
         if let Some(reason) = finish
             && let Some(sequence) = self.scheduler.remove(id)
         {
             outputs.push((id, SequenceOutput::Finished { reason, stats: sequence.stats(now) }));
         }
         num_tokens
+    }
+
+    /// Prefixes that new sequences may share: short names of full blocks.
+    pub fn prefixes(&self) -> Vec<u64> {
+        self.scheduler.blocks().names()
+    }
+
+    /// What changed of them since this was last asked.
+    pub fn take_prefix_changes(&mut self) -> PrefixChanges {
+        self.scheduler.take_prefix_changes()
     }
 
     /// Whether the result of a step is awaited.
@@ -348,6 +376,7 @@ impl Engine {
     /// Numbers for status and metrics.
     pub fn status(&self, now: Instant) -> EngineStatus {
         let (prefill_tokens_per_second, decode_tokens_per_second) = self.throughput.rates(now);
+        let prefix = self.scheduler.prefix_counts();
         EngineStatus {
             num_running_sequences: self.scheduler.num_running(),
             num_waiting_sequences: self.scheduler.num_waiting(),
@@ -356,6 +385,8 @@ impl Engine {
             prefill_tokens_per_second,
             decode_tokens_per_second,
             num_preemptions: self.scheduler.num_preemptions(),
+            prefix_query_tokens: prefix.queries,
+            prefix_hit_tokens: prefix.hits,
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Which sequences are part of the next step, with how many tokens and which blocks.
 //! For: the engine. Invariants: sequences are admitted in the order of their arrival, so every running one arrived
-//! before every waiting one; blocks are taken only from later arrivals, so the oldest sequence always goes on.
+//! before every waiting one; blocks are taken only from later arrivals, so the oldest sequence always goes on; a block is
+//! shared only if an earlier step computes all of it.
 //! Not here: sampling and outputs (the engine), block ids (the block manager).
 //!
 //! A step takes decodes first, those that waited longest before the others, then prompt chunks of running sequences,
@@ -9,7 +10,11 @@
 
 use std::{collections::BTreeMap, time::Instant};
 
-use super::{EngineConfig, SequenceId, block_manager::BlockManager, sequence::Sequence};
+use super::{
+    EngineConfig, SequenceId,
+    block_manager::{BlockManager, PrefixChanges},
+    sequence::Sequence,
+};
 use crate::step::StepSequence;
 
 /// Smallest share of prompt tokens that a step of a pipeline is cut to.
@@ -23,6 +28,16 @@ pub(super) struct Scheduler {
     running: BTreeMap<SequenceId, Sequence>,
     waiting: BTreeMap<SequenceId, Sequence>,
     num_preemptions: u64,
+    prefix: PrefixCounts,
+}
+
+/// What the cache of prefixes was worth, in tokens.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct PrefixCounts {
+    /// Of sequences that began to run.
+    pub(super) queries: u64,
+    /// Of these, those that were computed already.
+    pub(super) hits: u64,
 }
 
 /// Whether a sequence found room for its next tokens.
@@ -45,11 +60,12 @@ impl Scheduler {
     /// No sequences, all blocks free.
     pub(super) fn new(config: EngineConfig) -> Self {
         Self {
-            blocks: BlockManager::new(config.num_kv_blocks, config.block_size),
+            blocks: BlockManager::new(config.num_kv_blocks, config.block_size, config.is_prefix_caching),
             config,
             running: BTreeMap::new(),
             waiting: BTreeMap::new(),
             num_preemptions: 0,
+            prefix: PrefixCounts::default(),
         }
     }
 
@@ -73,9 +89,19 @@ impl Scheduler {
         self.num_preemptions
     }
 
+    /// Tokens that were looked for in the cache, and those that were found.
+    pub(super) fn prefix_counts(&self) -> PrefixCounts {
+        self.prefix
+    }
+
     /// The block manager, for its numbers.
     pub(super) fn blocks(&self) -> &BlockManager {
         &self.blocks
+    }
+
+    /// Names that blocks were given or lost since this was last asked.
+    pub(super) fn take_prefix_changes(&mut self) -> PrefixChanges {
+        self.blocks.take_changes()
     }
 
     /// A running sequence.
@@ -114,8 +140,15 @@ impl Scheduler {
     /// Ends a running sequence and frees its blocks.
     pub(super) fn remove(&mut self, id: SequenceId) -> Option<Sequence> {
         let mut sequence = self.running.remove(&id)?;
-        self.blocks.release(&mut sequence.blocks);
+        sequence.release(&mut self.blocks);
         Some(sequence)
+    }
+
+    /// Lets no other sequence share what this one computed.
+    pub(super) fn distrust(&mut self, id: SequenceId) {
+        if let Some(sequence) = self.running.get_mut(&id) {
+            sequence.distrust(&mut self.blocks);
+        }
     }
 
     /// The parts of the next step; empty if nothing can run now.
@@ -131,6 +164,12 @@ impl Scheduler {
         forming.free_tokens = forming.free_tokens.min(self.prefill_share());
         self.take_running_prefills(&mut forming);
         self.admit(&mut forming);
+        // From the next step on others may read what this one writes.
+        for part in &forming.sequences {
+            if let Some(sequence) = self.running.get_mut(&part.sequence_id) {
+                sequence.publish(&mut self.blocks);
+            }
+        }
         forming.sequences
     }
 
@@ -166,10 +205,10 @@ impl Scheduler {
     fn admit(&mut self, forming: &mut Forming) {
         let max_running = self.max_step_sequences().saturating_mul(self.config.max_steps_in_flight.max(1));
         while forming.has_room() && self.running.len() < max_running {
-            let Some(next) = self.waiting.first_entry() else {
+            let Some(mut next) = self.waiting.first_entry() else {
                 return;
             };
-            if !self.running.is_empty() && !admissible(&self.blocks, &self.running, next.get()) {
+            if !self.running.is_empty() && !admissible(&self.blocks, &self.running, next.get_mut()) {
                 return;
             }
             let (id, sequence) = next.remove_entry();
@@ -195,16 +234,19 @@ impl Scheduler {
             return;
         }
         // An earlier part of this step may have preempted it.
-        let Some(wanted) =
-            self.running.get(&id).map(|sequence| sequence.num_outstanding_tokens().min(forming.free_tokens))
-        else {
+        let Some(sequence) = self.running.get_mut(&id) else {
             return;
         };
+        self.prefix.hits += sequence.share(&mut self.blocks) as u64;
+        let wanted = sequence.num_outstanding_tokens().min(forming.free_tokens);
         let Room::Tokens(num_tokens) = self.make_room(id, wanted) else {
             return;
         };
         if let Some(sequence) = self.running.get_mut(&id) {
-            forming.push(sequence, num_tokens);
+            let is_first = forming.push(sequence, num_tokens);
+            if is_first && self.blocks.is_caching() {
+                self.prefix.queries += sequence.tokens.len() as u64;
+            }
         }
     }
 
@@ -242,8 +284,7 @@ impl Scheduler {
             num_tokens = sequence.tokens.len(),
             "preempted"
         );
-        self.blocks.release(&mut sequence.blocks);
-        sequence.num_scheduled_tokens = 0;
+        sequence.release(&mut self.blocks);
         self.waiting.insert(victim, sequence);
         self.num_preemptions += 1;
         true
@@ -252,10 +293,11 @@ impl Scheduler {
 
 /// Whether all tokens of `candidate` find blocks beside what the running sequences still need for theirs, with a
 /// reserve of one block for each of these to grow into: a sequence that is admitted too early is soon preempted.
-fn admissible(blocks: &BlockManager, running: &BTreeMap<SequenceId, Sequence>, candidate: &Sequence) -> bool {
+fn admissible(blocks: &BlockManager, running: &BTreeMap<SequenceId, Sequence>, candidate: &mut Sequence) -> bool {
     let missing = |sequence: &Sequence| blocks.blocks_for(sequence.tokens.len()).saturating_sub(sequence.blocks.len());
     let promised: usize = running.values().filter(|sequence| !sequence.is_cancelled).map(missing).sum();
-    promised + running.len() + missing(candidate) <= blocks.num_free()
+    let wanted = promised + running.len() + missing(candidate);
+    wanted <= blocks.num_free() || wanted - candidate.num_shareable_for_nothing(blocks) <= blocks.num_free()
 }
 
 impl Forming {
@@ -263,7 +305,8 @@ impl Forming {
         self.free_tokens > 0 && self.free_sequences > 0
     }
 
-    fn push(&mut self, sequence: &mut Sequence, num_tokens: usize) {
+    /// Says whether this is the first work of the sequence.
+    fn push(&mut self, sequence: &mut Sequence, num_tokens: usize) -> bool {
         let first = sequence.num_scheduled_tokens;
         let end = first + num_tokens;
         let is_last = end == sequence.tokens.len();
@@ -278,8 +321,8 @@ impl Forming {
         sequence.num_steps_in_flight += 1;
         sequence.is_sampling = is_last;
         sequence.last_step_id = Some(self.step_id);
-        sequence.mark_scheduled(self.now);
         self.free_tokens -= num_tokens;
         self.free_sequences -= 1;
+        sequence.mark_scheduled(self.now)
     }
 }

@@ -4,7 +4,9 @@
 
 use std::time::Instant;
 
-use super::{SequenceId, SequenceRequest, SequenceStats, Tenant, sampler::Sampler};
+use lockstep_proto::prefix::BlockHash;
+
+use super::{SequenceId, SequenceRequest, SequenceStats, Tenant, block_manager::BlockManager, sampler::Sampler};
 
 /// A sequence that waits or runs.
 #[derive(Debug)]
@@ -16,10 +18,19 @@ pub(super) struct Sequence {
     pub(super) num_prompt_tokens: usize,
     /// Tokens of the output that another replica yielded.
     num_earlier_tokens: usize,
-    /// Tokens given to the ranks; back to 0 at preemption.
+    /// Tokens given to the ranks, by this sequence or by those that it shares blocks with; back to 0 at preemption.
     pub(super) num_scheduled_tokens: usize,
     /// In order of position.
     pub(super) blocks: Vec<u32>,
+    /// What stands before the first block.
+    root: BlockHash,
+    /// Names of its first blocks, as far as they were needed.
+    names: Vec<BlockHash>,
+    /// Blocks that others may find, or that it found itself.
+    num_published: usize,
+    /// Tokens that others had computed.
+    num_cached_tokens: usize,
+    was_preempted: bool,
     pub(super) num_steps_in_flight: usize,
     /// A step in flight samples its next token.
     pub(super) is_sampling: bool,
@@ -51,11 +62,16 @@ impl Sequence {
         output.iter().for_each(|&token_id| sampler.observe(token_id));
         Self {
             id,
+            root: BlockHash::root(&tenant.name, tenant.is_isolated),
             tenant,
             num_prompt_tokens: prompt.len(),
             num_earlier_tokens: output.len(),
             num_scheduled_tokens: 0,
             blocks: Vec::new(),
+            names: Vec::new(),
+            num_published: 0,
+            num_cached_tokens: 0,
+            was_preempted: false,
             num_steps_in_flight: 0,
             is_sampling: false,
             is_cancelled: false,
@@ -83,9 +99,78 @@ impl Sequence {
         !self.is_sampling && !self.is_cancelled && self.num_outstanding_tokens() > 0
     }
 
-    /// Notes that it was given its first work.
-    pub(super) fn mark_scheduled(&mut self, now: Instant) {
-        self.times.first_scheduled.get_or_insert(now);
+    /// Notes that it was given work; says whether that is its first.
+    pub(super) fn mark_scheduled(&mut self, now: Instant) -> bool {
+        self.times.first_scheduled.replace(self.times.first_scheduled.unwrap_or(now)).is_none()
+    }
+
+    /// Takes the blocks over that hold its next tokens already; returns how many tokens that spares it. The last token is
+    /// left to it: what follows is known only from computing it.
+    pub(super) fn share(&mut self, manager: &mut BlockManager) -> usize {
+        let before = self.num_scheduled_tokens;
+        let block_size = manager.block_size();
+        while manager.is_caching()
+            && self.num_scheduled_tokens == manager.tokens_in(self.blocks.len())
+            && self.num_scheduled_tokens + block_size < self.tokens.len()
+        {
+            let Some(block) = manager.share(self.name(self.blocks.len(), block_size)) else { break };
+            self.blocks.push(block);
+            self.num_published = self.blocks.len();
+            self.num_scheduled_tokens += block_size;
+        }
+        let num_spared = self.num_scheduled_tokens - before;
+        // Its own blocks, found again after a preemption, are no gain.
+        let num_cached = if self.was_preempted { 0 } else { num_spared };
+        self.num_cached_tokens += num_cached;
+        num_cached
+    }
+
+    /// How many of its first blocks are there and referenced: they cost no free block.
+    pub(super) fn num_shareable_for_nothing(&mut self, manager: &BlockManager) -> usize {
+        if !manager.is_caching() {
+            return 0;
+        }
+        let num_full = self.tokens.len().saturating_sub(1) / manager.block_size();
+        let found = (0..num_full).map_while(|index| manager.find(self.name(index, manager.block_size())));
+        found.filter(|is_free| !is_free).count()
+    }
+
+    /// Lets others find its full blocks. One that ends with the last token is not counted: as long as no token follows,
+    /// the last may have to be computed once more.
+    pub(super) fn publish(&mut self, manager: &mut BlockManager) {
+        let num_final = self.num_scheduled_tokens.min(self.tokens.len().saturating_sub(1));
+        let num_full = if manager.is_caching() { num_final / manager.block_size() } else { 0 };
+        for index in self.num_published..num_full {
+            let name = self.name(index, manager.block_size());
+            if let Some(&block) = self.blocks.get(index) {
+                manager.publish(block, name);
+            }
+        }
+        self.num_published = self.num_published.max(num_full);
+    }
+
+    /// Gives its blocks back, for others to find.
+    pub(super) fn release(&mut self, manager: &mut BlockManager) {
+        self.publish(manager);
+        manager.release(&mut self.blocks);
+        self.num_published = 0;
+        self.num_scheduled_tokens = 0;
+        self.was_preempted = true;
+    }
+
+    /// Lets nobody find its blocks: the model made no sense of them.
+    pub(super) fn distrust(&mut self, manager: &mut BlockManager) {
+        manager.unpublish(&self.blocks);
+        self.num_published = usize::MAX;
+    }
+
+    fn name(&mut self, index: usize, block_size: usize) -> BlockHash {
+        while self.names.len() <= index {
+            let parent = self.names.last().copied().unwrap_or(self.root);
+            let first = self.names.len() * block_size;
+            self.names.push(parent.child(&self.tokens[first..first + block_size]));
+        }
+        self.names[index]
     }
 
     /// Takes a sampled token into the output.
@@ -108,7 +193,7 @@ impl Sequence {
         SequenceStats {
             prompt_tokens: self.num_prompt_tokens,
             completion_tokens: self.tokens.len() - self.num_prompt_tokens,
-            cached_tokens: 0,
+            cached_tokens: self.num_cached_tokens.min(self.num_prompt_tokens),
             queue_ms: ms(times.arrived, times.first_scheduled.unwrap_or(now)),
             ttft_ms: ms(times.arrived, times.first_token.unwrap_or(now)),
             decode_ms: match (times.first_token, times.last_token) {

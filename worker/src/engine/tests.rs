@@ -21,6 +21,7 @@ fn config() -> EngineConfig {
         max_sequence_tokens: 128,
         max_waiting_sequences: 100,
         max_steps_in_flight: 1,
+        is_prefix_caching: true,
     }
 }
 
@@ -96,24 +97,29 @@ impl Simulation {
         panic!("the engine does not come to an end");
     }
 
-    /// Budgets, block tables and exclusive ownership.
+    /// Budgets, block tables, one writer of a block, and nobody who reads it in the step in which it is written.
     fn check(&self, plan: &StepPlan) {
         assert!(!plan.sequences.is_empty());
         assert!(plan.num_tokens() <= self.config.max_step_tokens);
         assert!(plan.sequences.len() <= self.config.max_num_sequences);
         assert!(self.in_flight.len() < self.config.max_steps_in_flight);
-        let mut owners = BTreeMap::new();
+        let block_size = self.config.block_size;
+        let cut = |part: &StepSequence| part.first_position as usize / block_size;
+        let mut writers = BTreeMap::new();
         let steps = self.in_flight.iter().map(|(plan, _)| plan).chain([plan]);
         for part in steps.flat_map(|plan| &plan.sequences) {
             let end = part.first_position as usize + part.token_ids.len();
             assert!(!part.token_ids.is_empty() && end <= self.config.max_sequence_tokens);
-            assert!(part.block_table.len() * self.config.block_size >= end);
-            for &block in &part.block_table {
-                assert!((block as usize) < self.config.num_kv_blocks);
-                let owner = *owners.entry(block).or_insert(part.sequence_id);
-                assert_eq!(owner, part.sequence_id, "block {block} has two owners");
+            assert!(part.block_table.len() * block_size >= end);
+            assert!(part.block_table.iter().all(|&block| (block as usize) < self.config.num_kv_blocks));
+            for &block in &part.block_table[cut(part)..] {
+                let writer = *writers.entry(block).or_insert(part.sequence_id);
+                assert_eq!(writer, part.sequence_id, "block {block} has two writers");
             }
         }
+        let written: BTreeSet<_> = plan.sequences.iter().flat_map(|part| &part.block_table[cut(part)..]).collect();
+        let mut read = plan.sequences.iter().flat_map(|part| &part.block_table[..cut(part)]);
+        assert!(read.all(|block| !written.contains(block)), "a block is read and written in one step");
         let ids: BTreeSet<_> = plan.sequences.iter().map(|part| part.sequence_id).collect();
         assert_eq!(ids.len(), plan.sequences.len(), "a sequence is twice in a step");
     }
@@ -128,7 +134,9 @@ fn alone(request: SequenceRequest) -> (Vec<u32>, FinishReason) {
 }
 
 fn random_request() -> impl Strategy<Value = SequenceRequest> {
-    let prompt = prop::collection::vec(0..VOCAB_SIZE as u32, 1..60);
+    let others = prop::collection::vec(0..VOCAB_SIZE as u32, 1..60);
+    let begins_alike = (0u32..3, 1usize..60).prop_map(|(first, length)| (first..first + length as u32).collect());
+    let prompt = prop_oneof![others, begins_alike];
     let filters = (prop_oneof![Just(0.0f32), 0.3f32..2.0], prop_oneof![Just(1.0f32), 0.2f32..0.99], 0usize..12);
     (prompt, 1usize..50, filters, any::<u64>(), any::<bool>(), any::<bool>()).prop_map(
         |(prompt, max_tokens, (temperature, top_p, top_k), seed, is_penalized, has_stop)| {
@@ -189,10 +197,10 @@ proptest! {
     fn every_sequence_yields_what_it_yields_alone(
         events in prop::collection::vec(random_event(), 1..120),
         num_kv_blocks in 32usize..60, max_num_sequences in 1usize..7, max_step_tokens in 1usize..40,
-        max_steps_in_flight in 1usize..5,
+        max_steps_in_flight in 1usize..5, is_prefix_caching in any::<bool>(),
     ) {
         let limits = EngineConfig {
-            num_kv_blocks, max_num_sequences, max_step_tokens, max_steps_in_flight, ..config()
+            num_kv_blocks, max_num_sequences, max_step_tokens, max_steps_in_flight, is_prefix_caching, ..config()
         };
         let mut simulation = Simulation::new(limits);
         let mut requests = Vec::new();
@@ -221,6 +229,7 @@ proptest! {
             prop_assert_eq!(finish, reason);
             prop_assert_eq!(stats.completion_tokens, tokens.len());
             prop_assert!(stats.queue_ms <= stats.ttft_ms);
+            prop_assert!(stats.cached_tokens < stats.prompt_tokens && (is_prefix_caching || stats.cached_tokens == 0));
         }
     }
 }
@@ -343,4 +352,110 @@ fn length_limits_count_prompt_and_output() {
     let sampling = Sampling { stop_token_ids: (0..VOCAB_SIZE as u32).collect(), ..Sampling::greedy(10) };
     let (tokens, reason) = alone(SequenceRequest { sampling, ..request(vec![1], 1) });
     assert_eq!((tokens.len(), reason), (0, FinishReason::Stop));
+}
+
+/// Tokens of each part of the step that is formed next.
+fn next_sizes(simulation: &mut Simulation) -> Vec<usize> {
+    simulation.schedule();
+    let (plan, _) = simulation.in_flight.back().unwrap();
+    plan.sequences.iter().map(|part| part.token_ids.len()).collect()
+}
+
+#[test]
+fn equal_beginnings_are_computed_once() {
+    let mut simulation = Simulation::new(config());
+    let prompt: Vec<u32> = (0..21).collect();
+    let first = simulation.add(request(prompt.clone(), 8));
+    simulation.run();
+    let again = simulation.add(request(prompt.clone(), 8));
+    assert_eq!(next_sizes(&mut simulation), [1], "five full blocks are there");
+    simulation.run();
+    let whole = simulation.add(request(prompt[..20].to_vec(), 1));
+    assert_eq!(next_sizes(&mut simulation), [4], "the last token is computed, and with it its block");
+    simulation.run();
+    let mut longer = [&prompt[..], &simulation.yielded[&first]].concat();
+    let conversation = simulation.add(request(longer.clone(), 1));
+    assert_eq!(next_sizes(&mut simulation), [1], "the output but its last token is there, too");
+    simulation.run();
+    longer[5] += 1;
+    let other = simulation.add(request(longer, 1));
+    simulation.run();
+    assert_eq!(simulation.yielded[&first], simulation.yielded[&again]);
+    let cached = [first, again, whole, conversation, other].map(|id| simulation.finished[&id].1.cached_tokens);
+    assert_eq!(cached, [0, 20, 16, 28, 4]);
+    let status = simulation.engine.status(simulation.now);
+    assert_eq!((status.prefix_query_tokens, status.prefix_hit_tokens), (21 + 21 + 20 + 29 + 29, 68));
+}
+
+#[test]
+fn isolated_tenants_share_nothing() {
+    let mut simulation = Simulation::new(config());
+    let of = |name: &str, is_isolated| {
+        let tenant = Tenant { name: name.into(), weight: 1, is_isolated };
+        SequenceRequest { tenant, ..request((0..21).collect(), 1) }
+    };
+    let requests = [("a", false), ("b", false), ("a", true), ("b", true), ("b", true)];
+    let ids = requests.map(|(name, is_isolated)| {
+        let id = simulation.add(of(name, is_isolated));
+        simulation.run();
+        id
+    });
+    assert_eq!(ids.map(|id| simulation.finished[&id].1.cached_tokens), [0, 20, 0, 0, 20]);
+}
+
+#[test]
+fn a_prompt_that_is_being_computed_is_shared_as_far_as_it_is() {
+    let mut simulation = Simulation::new(config());
+    let prompt: Vec<u32> = (0..100).collect();
+    let ids = [0; 3].map(|_| simulation.add(request(prompt.clone(), 4)));
+    let mut num_computed = 0;
+    while !simulation.engine.is_idle() {
+        simulation.schedule();
+        num_computed += simulation.in_flight.back().map_or(0, |(plan, _)| plan.num_tokens());
+        simulation.complete();
+    }
+    assert!(num_computed < 160, "{num_computed} tokens were computed for three prompts of 100");
+    assert!(ids.iter().all(|id| simulation.yielded[id] == simulation.yielded[&ids[0]]));
+}
+
+#[test]
+fn a_preempted_sequence_finds_its_blocks_again() {
+    let mut simulation = Simulation::new(EngineConfig { num_kv_blocks: 33, ..config() });
+    let ids: Vec<_> = (0..4).map(|token| simulation.add(request(vec![token; 4], 100))).collect();
+    let mut num_computed = 0;
+    while !simulation.engine.is_idle() {
+        simulation.schedule();
+        num_computed += simulation.in_flight.back().map_or(0, |(plan, _)| plan.num_tokens());
+        simulation.complete();
+    }
+    let num_preemptions = simulation.engine.status(simulation.now).num_preemptions;
+    assert!(num_preemptions > 0);
+    assert!(
+        num_computed < 4 * 103 + 40 * num_preemptions as usize,
+        "{num_computed} after {num_preemptions} preemptions"
+    );
+    assert!(ids.iter().all(|id| simulation.finished[id].1.cached_tokens == 0), "its own blocks are no gain");
+}
+
+#[test]
+fn what_made_no_sense_is_not_shared() {
+    let mut simulation = Simulation::new(config());
+    simulation.add(request((0..21).collect(), 5));
+    simulation.schedule();
+    simulation.in_flight[0].1.candidates.clear();
+    simulation.complete();
+    let id = simulation.add(request((0..21).collect(), 5));
+    simulation.run();
+    assert_eq!(simulation.finished[&id].1.cached_tokens, 0);
+}
+
+#[test]
+fn shared_blocks_do_not_count_twice_for_admission() {
+    let mut simulation = Simulation::new(EngineConfig { num_kv_blocks: 33, max_step_tokens: 128, ..config() });
+    simulation.add(request((0..100).collect(), 20));
+    simulation.schedule();
+    simulation.complete();
+    simulation.add(request((0..100).collect(), 4));
+    assert_eq!(next_sizes(&mut simulation), [1, 4], "25 blocks are in use, 24 of them serve both");
+    simulation.run();
 }

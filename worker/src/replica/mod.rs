@@ -76,6 +76,8 @@ pub struct ReplicaSpec {
     pub max_step_tokens: usize,
     /// Most sequences waiting for admission.
     pub max_waiting_sequences: usize,
+    /// Whether sequences with equal beginnings share KV blocks.
+    pub is_prefix_caching: bool,
     /// Shared secret of the replica's links.
     pub secret: Vec<u8>,
     /// Where each rank's links are reached, by rank.
@@ -122,6 +124,7 @@ impl ReplicaSpec {
             max_sequence_tokens: self.max_sequence_tokens,
             max_waiting_sequences: self.max_waiting_sequences,
             max_steps_in_flight: self.plan.stages.len(),
+            is_prefix_caching: self.is_prefix_caching,
         }
     }
 

@@ -134,6 +134,7 @@ impl WorkerService {
             max_num_sequences: plan.max_num_sequences,
             max_step_tokens: plan.max_step_tokens,
             max_waiting_sequences: config.max_waiting_sequences,
+            is_prefix_caching: config.is_prefix_caching,
             secret: request.secret,
             rank_addresses,
             devices: self.0.devices.clone(),

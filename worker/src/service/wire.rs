@@ -11,8 +11,8 @@ use tonic::Status;
 use crate::{
     WorkerError,
     engine::{
-        EngineError, EngineStatus, FinishReason, Logprobs, Sampling, SequenceOutput, SequenceRequest, SequenceStats,
-        Tenant,
+        Beginning, EngineError, EngineStatus, FinishReason, Logprobs, Sampling, SequenceOutput, SequenceRequest,
+        SequenceStats, Tenant,
     },
 };
 
@@ -95,8 +95,11 @@ pub(super) fn sequence_events(outputs: Vec<SequenceOutput>) -> Vec<v1::SequenceE
     let mut finish = None;
     for output in outputs {
         match output {
-            SequenceOutput::Token { token_id, logprobs, queue_ms } => {
-                tokens.queue_ms = tokens.queue_ms.or(queue_ms);
+            SequenceOutput::Token { token_id, logprobs, beginning } => {
+                if let Some(Beginning { queue_ms, cached_tokens }) = beginning {
+                    tokens.queue_ms = Some(queue_ms);
+                    tokens.cached_tokens = cached_tokens as u32;
+                }
                 tokens.token_ids.push(token_id);
                 tokens.logprobs.extend(logprobs.map(token_logprobs));
             }
@@ -144,6 +147,8 @@ pub(crate) fn engine_status(status: EngineStatus) -> v1::EngineStatus {
         prefill_tokens_per_second: status.prefill_tokens_per_second,
         decode_tokens_per_second: status.decode_tokens_per_second,
         num_preemptions: status.num_preemptions,
+        prefix_query_tokens: status.prefix_query_tokens,
+        prefix_hit_tokens: status.prefix_hit_tokens,
     }
 }
 

@@ -157,6 +157,7 @@ fn spec(
         max_num_sequences: 64,
         max_step_tokens: 64,
         max_waiting_sequences: 128,
+        is_prefix_caching: true,
         secret: b"secret of the test".to_vec(),
         rank_addresses,
         devices: LocalDevices::choose(one_thread, 1).unwrap(),

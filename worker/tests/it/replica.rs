@@ -8,7 +8,7 @@ use std::{
 
 use crate::cluster::{Cluster, block_on, cut, greedy, run, test_model};
 use lockstep_model::Checkpoint;
-use lockstep_worker::engine::{Sampling, SequenceRequest};
+use lockstep_worker::engine::{Sampling, SequenceRequest, Tenant};
 
 /// Gap to the runner-up, in nats, below which two tokens may be swapped by rounding.
 const TIE: f32 = 0.02;
@@ -104,6 +104,42 @@ fn concurrent_sequences_answer_as_alone() {
     });
     // A token's result does not depend on what else is in its batch.
     assert_eq!(answers, expected);
+}
+
+/// Prompts with equal beginnings of 16 tokens and more, one that ends with a block, and one twice.
+fn alike() -> Vec<Vec<u32>> {
+    let beginning = encode(&PROMPTS.join("\n").repeat(3));
+    let mut prompts = vec![beginning[..128].to_vec(), beginning[..129].to_vec(), beginning[..129].to_vec()];
+    for (prompt, length) in PROMPTS.iter().zip([16, 75, 110, beginning.len()]) {
+        prompts.push([&beginning[..length], &encode(prompt)].concat());
+    }
+    prompts
+}
+
+#[test]
+fn shared_blocks_change_no_bit() {
+    for stages in [&[1][..], &[1, 1], &[2]] {
+        let cluster = Cluster::start(&test_model(), stages);
+        let run_all = |tenant_of: fn(usize) -> Tenant| {
+            std::thread::scope(|scope| {
+                let cluster = &cluster;
+                let start = |(index, prompt)| {
+                    let request = SequenceRequest { tenant: tenant_of(index), ..greedy(prompt, 12) };
+                    scope.spawn(move || block_on(run(cluster.leader(), request)))
+                };
+                let runs: Vec<_> = alike().into_iter().enumerate().map(start).collect();
+                runs.into_iter().map(|run| run.join().unwrap()).collect::<Vec<_>>()
+            })
+        };
+        let hits = || cluster.leader().status().prefix_hit_tokens;
+        let expected = run_all(|index| Tenant { name: index.to_string().into(), weight: 1, is_isolated: true });
+        assert_eq!(hits(), 0, "{stages:?}");
+        // First with blocks that are being written, then with all of them written.
+        for least in [300, 900] {
+            assert_eq!(run_all(|_| Tenant::default()), expected, "{stages:?}");
+            assert!(hits() >= least, "{stages:?}: {} tokens were found", hits());
+        }
+    }
 }
 
 #[test]

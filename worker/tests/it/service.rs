@@ -95,6 +95,7 @@ fn config(coordinator: String) -> WorkerConfig {
         memory_bytes: None,
         collective_timeout: Duration::from_secs(30),
         max_waiting_sequences: 4,
+        is_prefix_caching: true,
         drain_timeout: Duration::from_secs(20),
     }
 }

@@ -84,8 +84,17 @@ fn render(cluster: &GetClusterResponse) -> String {
 }
 
 fn render_replicas(replicas: &[ReplicaStatus]) -> String {
-    let mut engines =
-        Table::new(&["REPLICA", "STATE", "RUNNING", "WAITING", "KV BLOCKS", "PREFILL/S", "DECODE/S", "PREEMPTED"]);
+    let mut engines = Table::new(&[
+        "REPLICA",
+        "STATE",
+        "RUNNING",
+        "WAITING",
+        "KV BLOCKS",
+        "CACHED",
+        "PREFILL/S",
+        "DECODE/S",
+        "PREEMPTED",
+    ]);
     let mut ranks = Table::new(&[
         "REPLICA", "RANK", "STAGE", "WORKER", "LAYERS", "HEADS", "KV HEADS", "COLUMNS", "WEIGHTS", "KV", "DTYPE",
     ]);
@@ -110,10 +119,19 @@ fn engine_cells(replica: &ReplicaStatus, engine: &EngineStatus) -> Vec<String> {
         engine.num_waiting_sequences.to_string(),
         // The first heartbeat after the start brings the number.
         if engine.num_kv_blocks == 0 { String::from("-") } else { format!("{used}/{}", engine.num_kv_blocks) },
+        hit_rate(engine),
         format!("{:.1}", engine.prefill_tokens_per_second),
         format!("{:.1}", engine.decode_tokens_per_second),
         engine.num_preemptions.to_string(),
     ]
+}
+
+/// Part of the tokens of sequences that was already computed when they began.
+fn hit_rate(engine: &EngineStatus) -> String {
+    match engine.prefix_query_tokens {
+        0 => String::from("-"),
+        queries => format!("{:.1} %", engine.prefix_hit_tokens as f64 / queries as f64 * 100.0),
+    }
 }
 
 fn rank_cells(replica: &ReplicaStatus, rank: &RankStatus) -> Vec<String> {

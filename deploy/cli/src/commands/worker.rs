@@ -80,6 +80,9 @@ struct Settings {
     /// Most sequences that wait in an engine; one more is refused as overloaded [default: 256]
     #[arg(long, env = "LOCKSTEP_MAX_WAITING_SEQUENCES", value_name = "N")]
     max_waiting_sequences: Option<usize>,
+    /// Keep the KV blocks of finished requests for others that begin with the same tokens: on or off [default: on]
+    #[arg(long, env = "LOCKSTEP_PREFIX_CACHING", value_name = "ON|OFF")]
+    prefix_caching: Option<String>,
     /// Longest time that running requests have at shutdown [default: 30]
     #[arg(long, env = "LOCKSTEP_DRAIN_TIMEOUT_SECS", value_name = "SECONDS")]
     drain_timeout_secs: Option<f64>,
@@ -104,6 +107,15 @@ pub fn seconds(name: &str, value: f64) -> Result<Duration, UsageError> {
         .ok()
         .filter(|duration| !duration.is_zero())
         .ok_or_else(|| UsageError(format!("{name}: {value} is not a number of seconds above 0")))
+}
+
+/// A switch that is `on` or `off`.
+pub fn is_on(name: &str, value: &str) -> Result<bool, UsageError> {
+    match value {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err(UsageError(format!("{name}: {value:?} is neither on nor off"))),
+    }
 }
 
 /// The devices that `--device` names; without it they are chosen.
@@ -140,6 +152,7 @@ impl Settings {
             memory_bytes: self.memory.map(|size| size.0),
             collective_timeout: seconds("collective_timeout_secs", self.collective_timeout_secs.unwrap_or(30.0))?,
             max_waiting_sequences: self.max_waiting_sequences.unwrap_or(256),
+            is_prefix_caching: is_on("prefix_caching", self.prefix_caching.as_deref().unwrap_or("on"))?,
             drain_timeout: seconds("drain_timeout_secs", self.drain_timeout_secs.unwrap_or(30.0))?,
         })
     }
@@ -157,6 +170,10 @@ mod tests {
         assert!(settings.into_config().unwrap().listen.ip().is_unspecified());
         let settings = Settings { dtype: Some(String::from("f8")), ..Settings::default() };
         assert!(settings.into_config().unwrap_err().to_string().contains("\"f8\" is none of auto, f16"));
+        let settings = Settings { prefix_caching: Some(String::from("no")), ..Settings::default() };
+        assert!(
+            settings.into_config().unwrap_err().to_string().contains("prefix_caching: \"no\" is neither on nor off")
+        );
         let settings = Settings { drain_timeout_secs: Some(-1.0), ..Settings::default() };
         assert!(settings.into_config().unwrap_err().to_string().contains("drain_timeout_secs"));
     }

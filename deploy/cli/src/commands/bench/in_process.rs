@@ -20,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{Args, measure::TokenTimes};
 use crate::{
-    commands::worker::{device_selection, dtype},
+    commands::worker::{device_selection, dtype, is_on},
     progress, settings,
 };
 
@@ -78,6 +78,7 @@ impl InProcessTarget {
             max_num_sequences: plan.max_num_sequences,
             max_step_tokens: plan.max_step_tokens,
             plan: plan.replicas.into_iter().next().context("the plan has no replica")?,
+            is_prefix_caching: is_on("prefix-caching", &args.prefix_caching)?,
             max_waiting_sequences: args.concurrent.iter().copied().max().unwrap_or(1).max(1),
             secret: uuid::Uuid::new_v4().as_bytes().to_vec(),
             rank_addresses: vec![links.local_addr(); world_size],

@@ -54,6 +54,9 @@ pub struct Args {
     /// Most tokens in one step, in process [default: 2048 on GPUs, 512 on the processor]
     #[arg(long, value_name = "N", requires = "model")]
     max_step_tokens: Option<usize>,
+    /// Share the KV blocks of equal beginnings, in process: on or off
+    #[arg(long, value_name = "ON|OFF", requires = "model", default_value = "on")]
+    prefix_caching: String,
     /// Name of the model on the server; may be left out if one is served
     #[arg(long, default_value = "", hide_default_value = true, value_name = "NAME")]
     model_name: String,
