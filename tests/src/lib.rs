@@ -1,7 +1,7 @@
 //! Harness of the end-to-end tests: real processes of the one binary, a real model, clients over gRPC.
 //!
 //! - [`environment`]: where the binary, the model and Python are. [`cluster`]: `lockstep up`. [`process`]: programs that
-//!   end by themselves. [`client`]: requests. [`agreement`]: two implementations fed the same tokens.
+//!   end by themselves. [`client`]: requests. [`certificates`]: for TLS. [`agreement`]: two implementations fed the same tokens.
 //!
 //! The scenarios are in `tests/tests/scenarios`. `tests/run.sh` sets up what they need.
 //! Invariants: every process that a test starts ends with the test; one cluster runs at a time in a checkout, so that
@@ -10,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 pub mod agreement;
+pub mod certificates;
 pub mod client;
 pub mod cluster;
 pub mod environment;

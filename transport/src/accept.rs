@@ -1,0 +1,239 @@
+//! Connections that come in on a port, for tonic and axum.
+//! Invariant: a connection leaves here secured as the port demands, or in clear text where a party has no TLS; it says
+//! which ([`Peer`]). Handshakes run side by side, so that nobody waits for a slow stranger.
+//! Not here: what a peer may ask for.
+
+use std::{
+    io::{self, IoSlice},
+    net::SocketAddr,
+    pin::Pin,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use rustls::server::Acceptor;
+use tokio::{
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf},
+    net::{TcpListener, TcpStream},
+    task::JoinSet,
+};
+use tokio_rustls::LazyConfigAcceptor;
+use tonic::transport::server::Connected;
+
+use crate::{ClusterTls, HANDSHAKE_TIMEOUT, ServerTls, cluster::GRPC_PROTOCOL, explain, stream::Stream};
+
+/// Most handshakes at once; further connections wait in the listener's queue.
+const MAX_HANDSHAKES: usize = 1024;
+/// Pause after a failure to accept, such as too many open files.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// First byte of a TLS connection.
+const TLS_HANDSHAKE: u8 = 0x16;
+/// Longest that somebody who was turned away may take to read why.
+const FAREWELL_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// To HTTP/2 in clear text: empty settings, then GOAWAY with INADEQUATE_SECURITY and a text of 20 bytes.
+const HTTP2_REFUSAL: &[u8] = b"\0\0\0\x04\0\0\0\0\0\0\0\x1c\x07\0\0\0\0\0\0\0\0\0\0\0\0\x0cthis port speaks TLS";
+/// To anything else in clear text, such as HTTP/1.
+const HTTP1_REFUSAL: &[u8] =
+    b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: text/plain\r\n\r\nthis port speaks TLS: use https\n";
+
+/// How a connection is secured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Security {
+    /// Not at all.
+    ClearText,
+    /// TLS of a client, with a certificate if the port demands one.
+    Client,
+    /// Mutual TLS of a member of the cluster.
+    Member,
+}
+
+/// Who is on the other end of a connection; tonic adds it to the extensions of every request.
+#[derive(Clone, Copy, Debug)]
+pub struct Peer {
+    /// Where it connects from.
+    pub address: SocketAddr,
+    /// How it is secured.
+    pub security: Security,
+}
+
+/// Who may come in on a port. A party that has no TLS comes in clear text.
+#[derive(Clone)]
+pub enum Gate {
+    /// HTTP clients.
+    Http(Option<ServerTls>),
+    /// gRPC members.
+    Members(Option<ClusterTls>),
+    /// gRPC clients and members, told apart by what they ask for.
+    Both(Option<ServerTls>, Option<ClusterTls>),
+}
+
+/// A connection that came in.
+pub struct Connection {
+    stream: Stream,
+    /// Who is on the other end.
+    pub peer: Peer,
+}
+
+/// The connections that come in on a listener.
+pub struct Incoming {
+    listener: TcpListener,
+    gate: Gate,
+    handshakes: JoinSet<Option<Connection>>,
+}
+
+impl Incoming {
+    /// Lets them in through `gate`.
+    pub fn new(listener: TcpListener, gate: Gate) -> Self {
+        Self { listener, gate, handshakes: JoinSet::new() }
+    }
+
+    /// Where it listens.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.listener.local_addr()
+    }
+
+    /// The next connection whose handshake is done. May be dropped and called again.
+    pub async fn next(&mut self) -> Connection {
+        loop {
+            tokio::select! {
+                accepted = self.listener.accept(), if self.handshakes.len() < MAX_HANDSHAKES => match accepted {
+                    Ok((stream, address)) => {
+                        self.handshakes.spawn(self.gate.clone().welcome(stream, address));
+                    }
+                    Err(error) => {
+                        tracing::warn!(%error, "cannot accept a connection");
+                        tokio::time::sleep(ACCEPT_PAUSE).await;
+                    }
+                },
+                Some(Ok(Some(connection))) = self.handshakes.join_next() => return connection,
+            }
+        }
+    }
+
+    /// The same as a stream, as tonic's servers take it.
+    pub fn into_stream(self) -> impl futures::Stream<Item = io::Result<Connection>> + Send {
+        futures::stream::unfold(self, |mut incoming| async { Some((Ok(incoming.next().await), incoming)) })
+    }
+}
+
+impl Gate {
+    async fn welcome(self, stream: TcpStream, address: SocketAddr) -> Option<Connection> {
+        match tokio::time::timeout(HANDSHAKE_TIMEOUT, self.admit(stream, address)).await {
+            Ok(Ok(connection)) => return Some(connection),
+            Ok(Err(error)) => {
+                let reason = explain(&error).unwrap_or_else(|| error.to_string());
+                tracing::warn!(%address, reason, "connection refused");
+            }
+            Err(_) => tracing::debug!(%address, "connection closed: it sent nothing in time"),
+        }
+        None
+    }
+
+    async fn admit(self, stream: TcpStream, address: SocketAddr) -> io::Result<Connection> {
+        stream.set_nodelay(true)?;
+        let (takes_clear_text, takes_tls) = match &self {
+            Self::Http(clients) => (clients.is_none(), clients.is_some()),
+            Self::Members(members) => (members.is_none(), members.is_some()),
+            Self::Both(clients, members) => {
+                (clients.is_none() || members.is_none(), clients.is_some() || members.is_some())
+            }
+        };
+        let clear = |stream| Connection {
+            stream: Stream::clear(stream),
+            peer: Peer { address, security: Security::ClearText },
+        };
+        if !takes_tls {
+            return Ok(clear(stream));
+        }
+        let mut first = [0; 3];
+        let length = stream.peek(&mut first).await?;
+        if length > 0 && first[0] != TLS_HANDSHAKE {
+            if takes_clear_text {
+                return Ok(clear(stream));
+            }
+            turn_away(stream, first.starts_with(b"PR")).await;
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "it speaks clear text where TLS is demanded"));
+        }
+        self.secure(stream, address).await
+    }
+
+    async fn secure(self, stream: TcpStream, address: SocketAddr) -> io::Result<Connection> {
+        let start = LazyConfigAcceptor::new(Acceptor::default(), stream).await?;
+        let is_member =
+            start.client_hello().alpn().is_some_and(|mut protocols| protocols.any(|name| name == GRPC_PROTOCOL));
+        let (config, security) = match self {
+            Self::Both(_, Some(members)) if is_member => (members.grpc_server(), Security::Member),
+            Self::Members(Some(members)) => (members.grpc_server(), Security::Member),
+            Self::Both(Some(clients), _) => (clients.grpc(), Security::Client),
+            Self::Http(Some(clients)) => (clients.http(), Security::Client),
+            _ => {
+                let what = "it speaks TLS where only members of the cluster do, and is none";
+                return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+            }
+        };
+        let stream = Stream::secured(start.into_stream(config).await?);
+        Ok(Connection { stream, peer: Peer { address, security } })
+    }
+}
+
+/// Says in the client's own protocol that TLS is spoken here.
+async fn turn_away(mut stream: TcpStream, is_http2: bool) {
+    let farewell = async {
+        stream.write_all(if is_http2 { HTTP2_REFUSAL } else { HTTP1_REFUSAL }).await?;
+        stream.shutdown().await?;
+        // A connection that is closed with bytes unread is reset, and the answer lost.
+        let mut bytes = [0; 1024];
+        while stream.read(&mut bytes).await? > 0 {}
+        io::Result::Ok(())
+    };
+    // Whoever does not listen stays without an answer.
+    let _ = tokio::time::timeout(FAREWELL_TIMEOUT, farewell).await;
+}
+
+impl Connected for Connection {
+    type ConnectInfo = Peer;
+
+    fn connect_info(&self) -> Peer {
+        self.peer
+    }
+}
+
+impl AsyncRead for Connection {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(context, buffer)
+    }
+}
+
+impl AsyncWrite for Connection {
+    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(context, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(context, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}
