@@ -3,6 +3,7 @@
 use std::{net::SocketAddr, time::Duration};
 
 use lockstep_sharding::{PlanOptions, Policy};
+use lockstep_transport::TlsFiles;
 
 /// Checked settings.
 #[derive(Clone, Debug)]
@@ -23,6 +24,12 @@ pub struct CoordinatorConfig {
     pub failover_timeout: Duration,
     /// Longest drain at shutdown.
     pub drain_timeout: Duration,
+    /// Certificate and key for clients, and the authorities of theirs if they need one; `None`: clear text.
+    pub client_tls: Option<TlsFiles>,
+    /// Certificate, key and authority of this member of the cluster; `None`: clear text between members.
+    pub cluster_tls: Option<TlsFiles>,
+    /// Clear text is spoken with other machines too.
+    pub allow_insecure: bool,
 }
 
 /// A model to serve.

@@ -23,6 +23,20 @@ pub enum CoordinatorError {
         /// Cause.
         source: std::io::Error,
     },
+    /// An address that other machines reach, without TLS.
+    #[error(
+        "{setting} is {address}, which other machines reach, and there is no TLS: set tls_cert and tls_key, listen on \
+         127.0.0.1, or ask for clear text with insecure"
+    )]
+    Exposed {
+        /// The setting.
+        setting: &'static str,
+        /// The address.
+        address: std::net::SocketAddr,
+    },
+    /// Certificates or keys cannot be used.
+    #[error(transparent)]
+    Tls(#[from] lockstep_transport::TlsError),
     /// A server ended before it was told to.
     #[error("the {server} server failed: {reason}")]
     Server {

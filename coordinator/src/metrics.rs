@@ -1,7 +1,7 @@
 //! The coordinator's Prometheus metrics. One recorder a coordinator, no global state.
 //! Invariant: labels come from fixed sets (outcome words, loaded models); request ids and texts never appear.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use lockstep_proto::v1;
 use metrics::{Counter, Gauge, Histogram, Key, Label, Level, Metadata, Recorder, Unit};
@@ -22,13 +22,14 @@ const MOVED_REQUESTS: &str = "lockstep_coordinator_moved_requests_total";
 const STREAM_GAP: &str = "lockstep_coordinator_stream_gap_seconds";
 const WORKERS: &str = "lockstep_coordinator_live_workers";
 const READY_REPLICAS: &str = "lockstep_coordinator_ready_replicas";
+const CERTIFICATE_EXPIRY: &str = "lockstep_coordinator_certificate_expiry_timestamp_seconds";
 const WAITING: &str = "lockstep_worker_waiting_sequences";
 const ENGINE_RUNNING: &str = "lockstep_worker_running_sequences";
 const KV_BLOCKS: &str = "lockstep_worker_kv_blocks";
 const FREE_KV_BLOCKS: &str = "lockstep_worker_free_kv_blocks";
 
 /// Every metric with its help text.
-const DESCRIPTIONS: [(&str, &str); 15] = [
+const DESCRIPTIONS: [(&str, &str); 16] = [
     (REQUESTS, "Generate requests that ended, by outcome"),
     (RUNNING, "Generate requests in the coordinator"),
     (PROMPT_TOKENS, "Prompt tokens of admitted requests"),
@@ -40,6 +41,7 @@ const DESCRIPTIONS: [(&str, &str); 15] = [
     (STREAM_GAP, "From the last token of a stream that was moved, or else its acceptance, to the next"),
     (WORKERS, "Registered workers"),
     (READY_REPLICAS, "Replicas that take requests, by model"),
+    (CERTIFICATE_EXPIRY, "Unix time at which a certificate in force expires, by whom it is shown to"),
     (WAITING, "Sequences that wait in the engines, by model"),
     (ENGINE_RUNNING, "Sequences that run in the engines, by model"),
     (KV_BLOCKS, "KV blocks of the engines, by model"),
@@ -122,6 +124,15 @@ impl Metrics {
     fn gauge(&self, name: &'static str, model: Option<&str>) -> Gauge {
         let labels = model.map(|model| Label::new("model", model.to_owned())).into_iter().collect::<Vec<_>>();
         self.recorder.register_gauge(&Key::from_parts(name, labels), &METADATA)
+    }
+
+    /// Notes when the certificates in force expire, by whom they are shown to; until the next `render`.
+    pub fn set_expiries(&self, expiries: &[(&'static str, SystemTime)]) {
+        for (shown_to, expiry) in expiries {
+            let labels = vec![Label::from_static_parts("certificate", shown_to)];
+            let seconds = expiry.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64();
+            self.recorder.register_gauge(&Key::from_parts(CERTIFICATE_EXPIRY, labels), &METADATA).set(seconds);
+        }
     }
 
     /// The exposition text, with the gauges as they are now. `engines` gives each ready replica's model and numbers.

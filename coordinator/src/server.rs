@@ -3,15 +3,12 @@
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
-use axum::{http::HeaderValue, response::Response, serve::ListenerExt};
+use axum::{http::HeaderValue, response::Response};
 use lockstep_proto::{FILE_DESCRIPTOR_SET, MAX_MESSAGE_BYTES, v1};
+use lockstep_transport::{Connection, Incoming};
 use tokio::{net::TcpListener, task::JoinHandle};
 use tokio_util::sync::CancellationToken;
-use tonic::{
-    Code,
-    service::Routes,
-    transport::{Server, server::TcpIncoming},
-};
+use tonic::{Code, service::Routes, transport::Server};
 
 use crate::{
     CoordinatorConfig, CoordinatorError,
@@ -21,6 +18,7 @@ use crate::{
     metrics::Metrics,
     planner::{Planner, PlannerConfig},
     router::Router,
+    security::Security,
 };
 
 /// Longest wait for connections to end after the drain.
@@ -38,17 +36,20 @@ pub async fn run(
     shutdown: CancellationToken,
     ready: impl FnOnce(SocketAddr, SocketAddr) + Send,
 ) -> Result<(), CoordinatorError> {
+    let security = Arc::new(Security::open(&config)?);
     let (grpc_listener, grpc_address) = bind(config.grpc_listen).await?;
     let (http_listener, http_address) = bind(config.http_listen).await?;
 
     let closing = CancellationToken::new();
     // However this function is left, the tasks that it started end.
     let _closing_guard = closing.clone().drop_guard();
+    security.follow_files(&closing);
     let registry = MemoryRegistry::default();
     let planner_config = PlannerConfig {
         model: config.model.clone(),
         plan_options: config.plan_options,
         drain_timeout: config.drain_timeout,
+        outbound: security.outbound(),
     };
     let planner = Planner::start(planner_config, Arc::new(registry.clone()), closing.clone());
     let router = Router::new(planner.models());
@@ -70,10 +71,18 @@ pub async fn run(
         .add_service(v1::inference_server::InferenceServer::new(inference).max_decoding_message_size(MAX_REQUEST_BYTES))
         .add_service(v1::admin_server::AdminServer::new(admin).max_encoding_message_size(MAX_MESSAGE_BYTES))
         .add_service(v1::cluster_server::ClusterServer::new(registration));
-    let state = http::HttpState { intake, workers: registry.watch(), started: std::time::SystemTime::now() };
+    let state = http::HttpState {
+        intake,
+        workers: registry.watch(),
+        started: std::time::SystemTime::now(),
+        security: Arc::clone(&security),
+    };
 
-    let mut grpc_server = tokio::spawn(serve_grpc(grpc_listener, with_reflection(routes)?, &config, closing.clone()));
-    let mut http_server = tokio::spawn(serve_http(http_listener, http::routes(state), closing.clone()));
+    let grpc_incoming = Incoming::new(grpc_listener, security.grpc_gate());
+    let http_incoming = Incoming::new(http_listener, security.http_gate());
+    let routes = Security::guard(security, with_reflection(routes)?.into_axum_router());
+    let mut grpc_server = tokio::spawn(serve_grpc(grpc_incoming, routes, &config, closing.clone()));
+    let mut http_server = tokio::spawn(serve_http(http_incoming, http::routes(state), closing.clone()));
     let upkeep_task = tokio::spawn({
         let closing = closing.clone();
         async move { metrics.keep_up(closing).await }
@@ -125,31 +134,42 @@ fn with_reflection(routes: Routes) -> Result<Routes, CoordinatorError> {
 }
 
 fn serve_grpc(
-    listener: TcpListener,
-    routes: Routes,
+    incoming: Incoming,
+    routes: axum::Router,
     config: &CoordinatorConfig,
     closing: CancellationToken,
 ) -> impl Future<Output = Result<(), String>> + Send + 'static {
-    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-    let routes = Routes::from(routes.into_axum_router().layer(axum::middleware::map_response(blame_the_client)));
+    let routes = Routes::from(routes.layer(axum::middleware::map_response(blame_the_client)));
     let max_streams = config.max_concurrent_requests.saturating_add(SPARE_STREAMS).try_into().unwrap_or(u32::MAX);
     let server = Server::builder()
         .max_concurrent_streams(Some(max_streams))
         .http2_keepalive_interval(Some(Duration::from_secs(10)))
         .add_routes(routes)
-        .serve_with_incoming_shutdown(incoming, closing.cancelled_owned());
+        .serve_with_incoming_shutdown(incoming.into_stream(), closing.cancelled_owned());
     async move { server.await.map_err(|error| error.to_string()) }
 }
 
-async fn serve_http(listener: TcpListener, routes: axum::Router, closing: CancellationToken) -> Result<(), String> {
-    // Tokens are small: none of them may wait for an acknowledgement.
-    let listener = listener.tap_io(|stream| {
-        if let Err(error) = stream.set_nodelay(true) {
-            tracing::debug!(%error, "a connection without TCP_NODELAY");
-        }
-    });
-    let server = axum::serve(listener, routes).with_graceful_shutdown(closing.cancelled_owned());
+async fn serve_http(incoming: Incoming, routes: axum::Router, closing: CancellationToken) -> Result<(), String> {
+    let server = axum::serve(HttpListener(incoming), routes).with_graceful_shutdown(closing.cancelled_owned());
     server.await.map_err(|error| error.to_string())
+}
+
+/// Connections as axum takes them.
+struct HttpListener(Incoming);
+
+impl axum::serve::Listener for HttpListener {
+    type Io = Connection;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (Connection, SocketAddr) {
+        let connection = self.0.next().await;
+        let address = connection.peer.address;
+        (connection, address)
+    }
+
+    fn local_addr(&self) -> std::io::Result<SocketAddr> {
+        self.0.local_addr()
+    }
 }
 
 /// A request that does not decode (such as text that is no UTF-8) is the client's fault; tonic calls it INTERNAL.

@@ -7,6 +7,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use lockstep_tests::certificates::{Authority, Folder};
+use lockstep_transport::ClusterTls;
 use lockstep_worker::{
     WorkerError,
     collective::{AbortHandle, Collective, LinkKey, LinkListener, Purpose, RankLinks, RankLinksConfig},
@@ -17,13 +19,21 @@ const SIZES_BYTES: [usize; 6] = [1 << 10, 2304, 8 << 10, 64 << 10, 1 << 20, 16 <
 const VOLUME_BYTES: usize = 1 << 30;
 const ROUNDS: std::ops::RangeInclusive<usize> = 40..=10_000;
 
-fn main() -> Result<(), WorkerError> {
+fn main() -> anyhow::Result<()> {
     // Anything that `cargo bench` or `cargo test` passes on is a filter of other harnesses.
     if std::env::args().any(|argument| argument == "--test" || argument == "--list") {
         return Ok(());
     }
-    for (name, spin) in [("spinning", Duration::from_micros(50)), ("blocking", Duration::ZERO)] {
-        let times = measure(spin)?;
+    let folder = Folder::new()?;
+    let tls = ClusterTls::open(folder.member("bench", &Authority::new()?)?)?;
+    let spinning = Duration::from_micros(50);
+    for (name, spin, tls) in [
+        ("spinning", spinning, None),
+        ("blocking", Duration::ZERO, None),
+        ("spinning, mutual TLS", spinning, Some(&tls)),
+        ("blocking, mutual TLS", Duration::ZERO, Some(&tls)),
+    ] {
+        let times = measure(spin, tls)?;
         for (bytes, mut rounds) in SIZES_BYTES.into_iter().zip(times) {
             rounds.sort_unstable();
             let at = |share: f64| rounds[((rounds.len() - 1) as f64 * share) as usize].as_secs_f64() * 1e6;
@@ -40,8 +50,8 @@ fn main() -> Result<(), WorkerError> {
 }
 
 /// Times of each size on rank 0.
-fn measure(spin: Duration) -> Result<Vec<Vec<Duration>>, WorkerError> {
-    let listeners = [bind()?, bind()?];
+fn measure(spin: Duration, tls: Option<&ClusterTls>) -> Result<Vec<Vec<Duration>>, WorkerError> {
+    let listeners = [bind(tls)?, bind(tls)?];
     let addresses: Vec<_> = listeners.iter().map(|listener| listener.local_addr()).collect();
     std::thread::scope(|scope| {
         let ranks: Vec<_> = listeners
@@ -71,8 +81,8 @@ fn measure(spin: Duration) -> Result<Vec<Vec<Duration>>, WorkerError> {
     })
 }
 
-fn bind() -> Result<Arc<LinkListener>, WorkerError> {
-    LinkListener::bind((Ipv4Addr::LOCALHOST, 0).into()).map(Arc::new)
+fn bind(tls: Option<&ClusterTls>) -> Result<Arc<LinkListener>, WorkerError> {
+    LinkListener::bind((Ipv4Addr::LOCALHOST, 0).into(), tls.cloned()).map(Arc::new)
 }
 
 fn run_rank(listener: Arc<LinkListener>, config: RankLinksConfig) -> Result<Vec<Vec<Duration>>, WorkerError> {

@@ -2,6 +2,8 @@
 
 use std::{net::SocketAddr, num::NonZero, time::Duration};
 
+use lockstep_transport::{TlsFiles, is_local};
+
 use crate::{WorkerError, devices::DeviceSettings};
 
 /// See [`spin`].
@@ -14,7 +16,7 @@ const ENGINE_SPIN: Duration = Duration::from_millis(20);
 pub struct WorkerConfig {
     /// Unique in the cluster.
     pub worker_id: String,
-    /// Coordinator's gRPC address, `http://host:port`.
+    /// Coordinator's gRPC address, `host:port`.
     pub coordinator: String,
     /// Where the Worker service listens (port 0: any).
     pub listen: SocketAddr,
@@ -35,6 +37,10 @@ pub struct WorkerConfig {
     pub is_prefix_caching: bool,
     /// Longest drain at shutdown.
     pub drain_timeout: Duration,
+    /// Certificate, key and authority of this member of the cluster; `None`: clear text between members.
+    pub cluster_tls: Option<TlsFiles>,
+    /// Clear text is spoken with other machines too.
+    pub allow_insecure: bool,
 }
 
 impl WorkerConfig {
@@ -62,7 +68,17 @@ impl WorkerConfig {
         if self.max_waiting_sequences == 0 {
             return wrong("max_waiting_sequences", "is 0, expected at least 1");
         }
-        Ok(())
+        let listens = [("listen", self.listen), ("rank_listen", self.rank_listen)];
+        match listens.into_iter().find(|(_, address)| !is_local(address.ip())) {
+            Some((field, address)) if self.cluster_tls.is_none() && !self.allow_insecure => wrong(
+                field,
+                &format!(
+                    "is {address}, which other machines reach, and there is no TLS: set cluster_ca, cluster_cert and \
+                     cluster_key, listen on 127.0.0.1, or ask for clear text with insecure"
+                ),
+            ),
+            _ => Ok(()),
+        }
     }
 }
 

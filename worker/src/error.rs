@@ -47,6 +47,9 @@ pub enum WorkerError {
         /// Cause.
         source: std::io::Error,
     },
+    /// Certificates or keys cannot be used.
+    #[error(transparent)]
+    Tls(#[from] lockstep_transport::TlsError),
     /// The coordinator refused or cannot be reached.
     #[error("coordinator {address}: {what}")]
     Coordinator {

@@ -8,6 +8,7 @@ use lockstep_proto::{
     status::Class,
     v1::{self, cluster_client::ClusterClient, worker_report::Report},
 };
+use lockstep_transport::{ClusterTls, Connector, Outbound, explain};
 use rand::Rng;
 use tokio::sync::{mpsc, oneshot};
 use tokio_stream::wrappers::ReceiverStream;
@@ -38,11 +39,16 @@ impl Registration {
     ///
     /// # Errors
     /// [`WorkerError::Config`] if the coordinator's address is none; [`WorkerError::Server`] if no thread can be started.
-    pub fn start(state: Arc<WorkerState>, hello: v1::WorkerHello) -> Result<Self, WorkerError> {
-        let endpoint = endpoint(&state.config.coordinator)?;
+    pub fn start(
+        state: Arc<WorkerState>,
+        hello: v1::WorkerHello,
+        tls: Option<ClusterTls>,
+    ) -> Result<Self, WorkerError> {
+        let outbound = tls.map_or(Outbound::ClearText, Outbound::Member);
+        let (endpoint, connector) = endpoint(&state.config.coordinator, outbound)?;
         let stop = CancellationToken::new();
         let (sender, outcome) = oneshot::channel();
-        let mut session = Session { state, hello, endpoint, stop: stop.clone(), was_registered: false };
+        let mut session = Session { state, hello, endpoint, connector, stop: stop.clone(), was_registered: false };
         let run = move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
             let result = match runtime {
@@ -76,17 +82,15 @@ impl Registration {
     }
 }
 
-fn endpoint(coordinator: &str) -> Result<Endpoint, WorkerError> {
-    let endpoint = Endpoint::from_shared(coordinator.to_owned()).map_err(|error| WorkerError::Config {
-        field: "coordinator",
-        problem: format!("{coordinator:?} is not of the form http://host:port: {error}"),
-    })?;
-    Ok(endpoint
+fn endpoint(coordinator: &str, outbound: Outbound) -> Result<(Endpoint, Connector), WorkerError> {
+    let (endpoint, connector) = Connector::new(coordinator, outbound)
+        .map_err(|error| WorkerError::Config { field: "coordinator", problem: error.to_string() })?;
+    let endpoint = endpoint
         .connect_timeout(CONNECT_TIMEOUT)
-        .tcp_nodelay(true)
         .http2_keep_alive_interval(Duration::from_secs(2))
         .keep_alive_timeout(Duration::from_secs(3))
-        .keep_alive_while_idle(true))
+        .keep_alive_while_idle(true);
+    Ok((endpoint, connector))
 }
 
 /// Why a registration stream ended.
@@ -105,6 +109,7 @@ struct Session {
     state: Arc<WorkerState>,
     hello: v1::WorkerHello,
     endpoint: Endpoint,
+    connector: Connector,
     stop: CancellationToken,
     was_registered: bool,
 }
@@ -154,7 +159,7 @@ impl Session {
     }
 
     async fn hold_lease(&mut self, was_registered_before: bool) -> End {
-        let channel = match self.endpoint.connect().await {
+        let channel = match self.endpoint.connect_with_connector(self.connector.clone()).await {
             Ok(channel) => channel,
             Err(error) => return End::Lost(format!("cannot connect: {}", with_causes(&error))),
         };
@@ -170,7 +175,7 @@ impl Session {
                 End::Refused(status.message().to_owned())
             }
             Class::ShuttingDown => End::Farewell(status.message().to_owned()),
-            _ => End::Lost(status.to_string()),
+            _ => End::Lost(explain(&status).unwrap_or_else(|| status.to_string())),
         };
         let replies = ClusterClient::new(channel).register(ReceiverStream::new(outbound)).await;
         let mut replies = match replies {
@@ -212,7 +217,10 @@ impl Session {
     }
 }
 
-fn with_causes(error: &dyn std::error::Error) -> String {
+fn with_causes(error: &(dyn std::error::Error + 'static)) -> String {
+    if let Some(reason) = explain(error) {
+        return reason;
+    }
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {

@@ -6,7 +6,7 @@ use axum::{Router as Routes, extract::State, http::StatusCode, routing::get};
 use tokio::sync::watch;
 
 use super::{health::readiness, intake::Intake, openai, page, status::engine_status};
-use crate::cluster::Workers;
+use crate::{cluster::Workers, security::Security};
 
 /// What the handlers read.
 #[derive(Clone)]
@@ -17,6 +17,8 @@ pub struct HttpState {
     pub workers: watch::Receiver<Workers>,
     /// Start of this coordinator, as models' creation time.
     pub started: SystemTime,
+    /// Certificates in force.
+    pub security: Arc<Security>,
 }
 
 /// Every path of the front.
@@ -45,6 +47,8 @@ async fn render_metrics(State(state): State<HttpState>) -> ([(&'static str, &'st
         .flat_map(|model| &model.replicas)
         .filter_map(|replica| engine_status(replica, &live).map(|engine| (replica.model.clone(), engine)))
         .collect();
-    let text = state.intake.metrics.render(state.intake.admission.num_running(), live.len(), &models, &engines);
+    let metrics = &state.intake.metrics;
+    metrics.set_expiries(&state.security.expiries());
+    let text = metrics.render(state.intake.admission.num_running(), live.len(), &models, &engines);
     ([("content-type", "text/plain; version=0.0.4")], text)
 }

@@ -12,6 +12,7 @@ mod worker_calls;
 use std::{sync::Arc, time::Duration};
 
 use lockstep_sharding::PlanOptions;
+use lockstep_transport::Outbound;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
@@ -28,6 +29,8 @@ pub struct PlannerConfig {
     pub plan_options: PlanOptions,
     /// Longest wait for running requests when a model is unloaded.
     pub drain_timeout: Duration,
+    /// How workers are reached.
+    pub outbound: Outbound,
 }
 
 type Reply<T> = oneshot::Sender<Result<T, RequestError>>;

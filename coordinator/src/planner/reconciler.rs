@@ -144,7 +144,7 @@ impl Reconciler {
                     known.has_reported |= record.has_reported;
                     known.is_draining |= record.draining;
                 }
-                None => match worker_calls::client(&record.hello.address) {
+                None => match worker_calls::client(&record.hello.address, &self.config.outbound) {
                     Ok(client) => {
                         let known = KnownWorker {
                             session: record.session,

@@ -6,10 +6,8 @@ use std::{collections::BTreeMap, sync::Arc, sync::atomic::Ordering, time::Durati
 use futures::{StreamExt, stream::FuturesUnordered};
 use lockstep_model::{ChatTemplate, Tokenizer, TokenizerConfig};
 use lockstep_proto::{MAX_MESSAGE_BYTES, v1, v1::worker_client::WorkerClient};
-use tonic::{
-    Status,
-    transport::{Channel, Endpoint},
-};
+use lockstep_transport::{Connector, Outbound, explain};
+use tonic::{Status, transport::Channel};
 
 use super::unloads::Part;
 use crate::served::{Member, ModelDescription, Replica, ReplicaState};
@@ -50,14 +48,14 @@ pub fn clients_of(
 }
 
 /// A client of the worker at `address` (`host:port`); connects when it is first used.
-pub fn client(address: &str) -> Result<WorkerClient<Channel>, String> {
-    let endpoint = Endpoint::from_shared(format!("http://{address}"))
-        .map_err(|error| format!("address {address:?} of the worker is no host:port: {error}"))?
-        .tcp_nodelay(true)
+pub fn client(address: &str, outbound: &Outbound) -> Result<WorkerClient<Channel>, String> {
+    let (endpoint, connector) =
+        Connector::new(address, outbound.clone()).map_err(|error| format!("of the worker: {error}"))?;
+    let endpoint = endpoint
         .connect_timeout(CONNECT_TIMEOUT)
         .initial_stream_window_size(1 << 20)
         .initial_connection_window_size(16 << 20);
-    Ok(WorkerClient::new(endpoint.connect_lazy())
+    Ok(WorkerClient::new(endpoint.connect_with_connector_lazy(connector))
         .max_decoding_message_size(MAX_MESSAGE_BYTES)
         .max_encoding_message_size(MAX_MESSAGE_BYTES))
 }
@@ -176,5 +174,5 @@ pub async fn drain(mut client: WorkerClient<Channel>) {
 }
 
 fn text_of(status: &Status) -> String {
-    status.message().to_owned()
+    explain(status).unwrap_or_else(|| status.message().to_owned())
 }

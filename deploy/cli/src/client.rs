@@ -1,27 +1,43 @@
 //! gRPC connections of the commands that talk to a coordinator.
 
-use std::time::Duration;
+use std::{path::PathBuf, time::Duration};
 
-use anyhow::Context;
+use anyhow::{Context, anyhow};
 use lockstep_proto::{
     MAX_MESSAGE_BYTES,
     status::Class,
     v1::{admin_client::AdminClient, inference_client::InferenceClient},
 };
-use tonic::{
-    Status,
-    transport::{Channel, Endpoint},
-};
+use lockstep_transport::{ClientTls, Connector, Outbound, explain};
+use tonic::{Status, transport::Channel};
+
+use crate::tls;
+
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Which coordinator.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ServerArgs {
-    /// gRPC address of the coordinator
+    /// gRPC address of the coordinator; https://HOST:PORT speaks TLS
     #[arg(long, env = "LOCKSTEP_SERVER", default_value = "127.0.0.1:7070", value_name = "HOST:PORT")]
     pub server: String,
+    /// Certificates of the authorities that the server's may come from, PEM; speaks TLS [default, with https: the system's]
+    #[arg(long, env = "LOCKSTEP_TLS_CA", value_name = "FILE")]
+    tls_ca: Option<PathBuf>,
+    /// Certificate to show to a server that demands one, PEM; speaks TLS
+    #[arg(long, env = "LOCKSTEP_CLIENT_CERT", value_name = "FILE")]
+    tls_cert: Option<PathBuf>,
+    /// Its private key, PEM
+    #[arg(long, env = "LOCKSTEP_CLIENT_KEY", value_name = "FILE")]
+    tls_key: Option<PathBuf>,
 }
 
 impl ServerArgs {
+    /// A coordinator of this machine, in clear text.
+    pub fn local(server: String) -> Self {
+        Self { server, tls_ca: None, tls_cert: None, tls_key: None }
+    }
+
     /// A client of the Inference service.
     ///
     /// # Errors
@@ -39,22 +55,24 @@ impl ServerArgs {
     }
 
     async fn channel(&self) -> anyhow::Result<Channel> {
-        Endpoint::from_shared(url_of(&self.server))
-            .with_context(|| format!("server {:?}", self.server))?
-            .connect_timeout(Duration::from_secs(5))
-            .tcp_nodelay(true)
-            .connect()
-            .await
-            .with_context(|| format!("cannot reach a coordinator at {}", self.server))
+        let files = tls::of_client(self.tls_ca.clone(), self.tls_cert.clone(), self.tls_key.clone())?;
+        let outbound = if files.is_some() || self.server.starts_with("https://") {
+            Outbound::Server(ClientTls::open(&files.unwrap_or_default())?)
+        } else {
+            Outbound::ClearText
+        };
+        let (endpoint, connector) = Connector::new(&self.server, outbound).context("server")?;
+        let channel = endpoint.connect_timeout(CONNECT_TIMEOUT).connect_with_connector(connector).await;
+        let in_words =
+            |error: tonic::transport::Error| explain(&error).map_or_else(|| error.into(), |reason| anyhow!(reason));
+        channel.map_err(in_words).with_context(|| format!("cannot reach a coordinator at {}", self.server))
     }
-}
-
-/// The URL of an address that may come without a scheme.
-pub fn url_of(address: &str) -> String {
-    if address.contains("://") { address.to_owned() } else { format!("http://{address}") }
 }
 
 /// A refused call in one line: what the server says and the class of the failure.
 pub fn refused(status: &Status) -> anyhow::Error {
-    anyhow::anyhow!("{} ({})", status.message(), Class::of(status).reason())
+    if let Some(reason) = explain(status) {
+        return anyhow!(reason);
+    }
+    anyhow!("{} ({})", status.message(), Class::of(status).reason())
 }

@@ -9,17 +9,25 @@ use lockstep_tests::environment;
 use serde_json::Value;
 
 /// Crate → the crates of this workspace that it may depend on (tests' dependencies aside).
-const MAY_KNOW: [(&str, &[&str]); 9] = [
+const MAY_KNOW: [(&str, &[&str]); 10] = [
     ("lockstep-formats", &[]),
     ("lockstep-proto", &[]),
+    ("lockstep-transport", &[]),
     ("lockstep-sharding", &["lockstep-formats"]),
     ("lockstep-kernels", &["lockstep-formats"]),
     ("lockstep-model", &["lockstep-formats", "lockstep-sharding"]),
     (
         "lockstep-worker",
-        &["lockstep-formats", "lockstep-proto", "lockstep-model", "lockstep-sharding", "lockstep-kernels"],
+        &[
+            "lockstep-formats",
+            "lockstep-proto",
+            "lockstep-model",
+            "lockstep-sharding",
+            "lockstep-kernels",
+            "lockstep-transport",
+        ],
     ),
-    ("lockstep-coordinator", &["lockstep-proto", "lockstep-model", "lockstep-sharding"]),
+    ("lockstep-coordinator", &["lockstep-proto", "lockstep-model", "lockstep-sharding", "lockstep-transport"]),
     (
         "lockstep-cli",
         &[
@@ -28,19 +36,20 @@ const MAY_KNOW: [(&str, &[&str]); 9] = [
             "lockstep-model",
             "lockstep-sharding",
             "lockstep-kernels",
+            "lockstep-transport",
             "lockstep-worker",
             "lockstep-coordinator",
         ],
     ),
-    ("lockstep-tests", &["lockstep-proto"]),
+    ("lockstep-tests", &["lockstep-proto", "lockstep-transport"]),
 ];
 
 /// Crate → packages from outside that it must not depend on.
 const MUST_NOT_USE: [(&str, &[&str]); 5] = [
     ("lockstep-sharding", &["tokio", "tonic", "rand", "axum", "cudarc", "wgpu"]),
     ("lockstep-kernels", &["tokio", "tonic", "etcd-client"]),
-    ("lockstep-coordinator", &["candle-core", "cudarc", "wgpu"]),
-    ("lockstep-worker", &["cudarc", "wgpu", "axum"]),
+    ("lockstep-coordinator", &["candle-core", "cudarc", "wgpu", "rustls"]),
+    ("lockstep-worker", &["cudarc", "wgpu", "axum", "rustls"]),
     ("lockstep-proto", &["tokio", "etcd-client"]),
 ];
 

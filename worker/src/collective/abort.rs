@@ -2,10 +2,9 @@
 //! Invariant: after `abort`, every pending and later call on a registered link fails with the first reason given.
 //! An end that is wanted here is told to the peers first, so that nobody takes it for a failure.
 
-use std::{
-    net::{Shutdown, TcpStream},
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
-};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use lockstep_transport::LinkStream;
 
 type Callback = Box<dyn Fn(&str, bool) + Send + Sync>;
 
@@ -29,7 +28,7 @@ struct Inner {
 struct State {
     reason: Option<String>,
     is_wanted: bool,
-    streams: Vec<Weak<TcpStream>>,
+    streams: Vec<Weak<LinkStream>>,
     farewells: Vec<Weak<dyn Farewell>>,
 }
 
@@ -57,10 +56,7 @@ impl AbortHandle {
             state.reason = Some(reason.to_owned());
             (std::mem::take(&mut state.streams), state.is_wanted)
         };
-        for stream in streams.iter().filter_map(Weak::upgrade) {
-            // A socket that is closed already is what we want.
-            let _ = stream.shutdown(Shutdown::Both);
-        }
+        streams.iter().filter_map(Weak::upgrade).for_each(|stream| stream.shutdown());
         if let Some(on_abort) = &self.0.on_abort {
             on_abort(reason, is_wanted);
         }
@@ -82,10 +78,10 @@ impl AbortHandle {
     }
 
     /// Makes `abort` shut `stream` down; if aborted already, does so now.
-    pub(super) fn register(&self, stream: &Arc<TcpStream>) {
+    pub(super) fn register(&self, stream: &Arc<LinkStream>) {
         let mut state = self.lock();
         if state.reason.is_some() {
-            let _ = stream.shutdown(Shutdown::Both);
+            stream.shutdown();
             return;
         }
         state.streams.retain(|known| known.strong_count() > 0);

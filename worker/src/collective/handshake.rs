@@ -1,4 +1,5 @@
-//! Who is on the other end of a new connection: both sides prove that they know the replica's secret.
+//! Who is on the other end of a new connection: both sides prove that they know the replica's secret. With TLS this goes
+//! on within it, between members of the cluster.
 //!
 //! ```text
 //! connector                                       listener
@@ -14,11 +15,11 @@
 
 use std::{
     io::{ErrorKind, Read, Write},
-    net::TcpStream,
     time::{Duration, Instant},
 };
 
 use hmac::{Hmac, Mac};
+use lockstep_transport::{LinkStream, explain};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use sha2::Sha256;
 
@@ -83,7 +84,9 @@ struct Accepted(bool);
 #[derive(Debug, thiserror::Error)]
 pub(super) enum HandshakeError {
     #[error(transparent)]
-    Io(#[from] std::io::Error),
+    Io(std::io::Error),
+    #[error("{0}")]
+    Tls(String),
     #[error("{0} is not registered here")]
     NotRegistered(LinkKey),
     #[error("it does not know the secret of the replica")]
@@ -94,6 +97,12 @@ pub(super) enum HandshakeError {
     Refused,
 }
 
+impl From<std::io::Error> for HandshakeError {
+    fn from(error: std::io::Error) -> Self {
+        explain(&error).map_or(Self::Io(error), Self::Tls)
+    }
+}
+
 impl Hello {
     pub(super) fn new(key: LinkKey, from_rank: usize, to_rank: usize, purpose: Purpose) -> Self {
         Self { protocol: PROTOCOL, key, from_rank, to_rank, purpose, nonce: rand::random() }
@@ -102,7 +111,7 @@ impl Hello {
 
 /// The connector's side.
 pub(super) fn connect(
-    stream: &TcpStream,
+    stream: &LinkStream,
     hello: &Hello,
     secret: &[u8],
     deadline: Instant,
@@ -125,7 +134,7 @@ pub(super) fn connect(
 
 /// The listener's side up to the decision: `secret_of` gives the secret of a registered replica.
 pub(super) fn listen(
-    stream: &TcpStream,
+    stream: &LinkStream,
     secret_of: impl FnOnce(&Hello) -> Option<Vec<u8>>,
     deadline: Instant,
 ) -> Result<Hello, HandshakeError> {
@@ -146,7 +155,7 @@ pub(super) fn listen(
 }
 
 /// The listener's last word.
-pub(super) fn answer(stream: &TcpStream, is_accepted: bool, deadline: Instant) -> Result<(), HandshakeError> {
+pub(super) fn answer(stream: &LinkStream, is_accepted: bool, deadline: Instant) -> Result<(), HandshakeError> {
     write_message(stream, &Accepted(is_accepted), deadline)
 }
 
@@ -164,15 +173,16 @@ fn verify(secret: &[u8], role: &[u8], hello: &Hello, nonce: &[u8; 32], proof: &[
     prove(secret, role, hello, nonce)?.verify_slice(proof).map_err(|_| HandshakeError::WrongSecret)
 }
 
-fn write_message(mut stream: &TcpStream, value: &impl Serialize, deadline: Instant) -> Result<(), HandshakeError> {
+fn write_message(mut stream: &LinkStream, value: &impl Serialize, deadline: Instant) -> Result<(), HandshakeError> {
     let body = bincode::serde::encode_to_vec(value, config()).map_err(garbage)?;
     let length = u16::try_from(body.len()).map_err(garbage)?;
     let bytes = [&length.to_le_bytes(), &*body].concat();
-    stream.set_write_timeout(Some(remaining(deadline)?))?;
-    Ok(stream.write_all(&bytes)?)
+    stream.socket().set_write_timeout(Some(remaining(deadline)?))?;
+    stream.write_all(&bytes)?;
+    Ok(stream.flush()?)
 }
 
-fn read_message<T: DeserializeOwned>(stream: &TcpStream, deadline: Instant) -> Result<T, HandshakeError> {
+fn read_message<T: DeserializeOwned>(stream: &LinkStream, deadline: Instant) -> Result<T, HandshakeError> {
     let mut length = [0; 2];
     read_exact(stream, &mut length, deadline)?;
     let length = usize::from(u16::from_le_bytes(length));
@@ -189,10 +199,10 @@ fn read_message<T: DeserializeOwned>(stream: &TcpStream, deadline: Instant) -> R
 }
 
 /// Reads all of `target` by `deadline`, however slowly the bytes trickle in.
-fn read_exact(mut stream: &TcpStream, target: &mut [u8], deadline: Instant) -> Result<(), HandshakeError> {
+fn read_exact(mut stream: &LinkStream, target: &mut [u8], deadline: Instant) -> Result<(), HandshakeError> {
     let mut filled = 0;
     while filled < target.len() {
-        stream.set_read_timeout(Some(remaining(deadline)?))?;
+        stream.socket().set_read_timeout(Some(remaining(deadline)?))?;
         match stream.read(&mut target[filled..]) {
             Ok(0) => return Err(std::io::Error::from(ErrorKind::UnexpectedEof).into()),
             Ok(bytes) => filled += bytes,

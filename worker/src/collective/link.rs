@@ -11,6 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use lockstep_transport::LinkStream;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     net::sockopt,
@@ -30,7 +31,7 @@ const KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(1), Duration::
 
 /// An authenticated connection.
 pub(super) struct Link {
-    pub(super) stream: Arc<TcpStream>,
+    pub(super) stream: Arc<LinkStream>,
     pub(super) peer: usize,
     pub(super) plan_epoch: u64,
     pub(super) abort: AbortHandle,
@@ -41,7 +42,7 @@ pub(super) struct Link {
 impl Link {
     /// Takes over `stream`, which passed the handshake.
     pub(super) fn new(
-        stream: TcpStream,
+        stream: LinkStream,
         peer: usize,
         plan_epoch: u64,
         abort: &AbortHandle,
@@ -59,7 +60,7 @@ impl Link {
             }
             stream.set_nonblocking(true)
         };
-        setup(&stream).map_err(|error| link_error(peer, error.to_string()))?;
+        setup(stream.socket()).map_err(|error| link_error(peer, error.to_string()))?;
         let stream = Arc::new(stream);
         abort.register(&stream);
         Ok(Self { stream, peer, plan_epoch, abort: abort.clone(), send_sequence: 0, receive_sequence: 0 })
@@ -129,6 +130,10 @@ impl<'a> Outgoing<'a> {
     }
 
     fn is_done(&self) -> bool {
+        self.is_written() && self.link.stream.is_flushed()
+    }
+
+    fn is_written(&self) -> bool {
         self.sent == HEADER_BYTES + self.payload.len()
     }
 
@@ -137,7 +142,10 @@ impl<'a> Outgoing<'a> {
         let header = &self.header[self.sent.min(HEADER_BYTES)..];
         let payload = &self.payload[self.sent.saturating_sub(HEADER_BYTES)..];
         let mut stream = &*self.link.stream;
-        let result = if header.is_empty() {
+        let result = if self.is_written() {
+            let flushed = self.link.moved(stream.flush().map(|()| 1), "sending")?;
+            return Ok(flushed.is_some());
+        } else if header.is_empty() {
             stream.write(payload)
         } else {
             stream.write_vectored(&[IoSlice::new(header), IoSlice::new(payload)])

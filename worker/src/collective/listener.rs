@@ -1,5 +1,6 @@
 //! Accepts the rank links of a worker process and hands each to the rank that it names.
-//! Invariant: nobody who does not know a registered replica's secret gets past the handshake; a slow or silent stranger
+//! Invariant: nobody who does not know a registered replica's secret gets past the handshake; where the cluster has
+//! certificates, nothing of it is read from who shows none. A slow or silent stranger
 //! holds one of a bounded number of handshake threads until its deadline and never the accepting thread.
 
 use std::{
@@ -13,6 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use lockstep_transport::{ClusterTls, LinkStream};
 use rustix::event::{PollFd, PollFlags};
 
 use super::{
@@ -37,6 +39,7 @@ pub struct LinkListener {
 
 #[derive(Default)]
 struct Inner {
+    tls: Option<ClusterTls>,
     is_stopping: AtomicBool,
     num_handshakes: AtomicUsize,
     registrations: Mutex<HashMap<(LinkKey, usize), Registration>>,
@@ -46,20 +49,21 @@ struct Inner {
 /// A rank that accepts links, and those that wait to be taken: `None` once taken.
 struct Registration {
     secret: Vec<u8>,
-    links: HashMap<(usize, Purpose), Option<TcpStream>>,
+    links: HashMap<(usize, Purpose), Option<LinkStream>>,
 }
 
 impl LinkListener {
-    /// Listens on `address` (port 0: any).
+    /// Listens on `address` (port 0: any). With `tls` members of the cluster alone get in, and links of ranks that use
+    /// this listener are encrypted both ways.
     ///
     /// # Errors
     /// [`WorkerError::Bind`](crate::WorkerError).
-    pub fn bind(address: SocketAddr) -> Result<Self, WorkerError> {
+    pub fn bind(address: SocketAddr, tls: Option<ClusterTls>) -> Result<Self, WorkerError> {
         let bind_error = |source| WorkerError::Bind { address, source };
         let listener = TcpListener::bind(address).map_err(bind_error)?;
         listener.set_nonblocking(true).map_err(bind_error)?;
         let local = listener.local_addr().map_err(bind_error)?;
-        let inner = Arc::new(Inner::default());
+        let inner = Arc::new(Inner { tls, ..Inner::default() });
         let accepting = std::thread::Builder::new()
             .name("link-listener".to_owned())
             .spawn({
@@ -73,6 +77,11 @@ impl LinkListener {
     /// Where it listens.
     pub fn local_addr(&self) -> SocketAddr {
         self.address
+    }
+
+    /// What links of this worker are secured with.
+    pub(super) fn tls(&self) -> Option<&ClusterTls> {
+        self.inner.tls.as_ref()
     }
 
     /// Lets links to `rank` of the replica `key` in, until [`unregister`](Self::unregister).
@@ -108,7 +117,7 @@ impl LinkListener {
         (peer, purpose): (usize, Purpose),
         deadline: Instant,
         is_aborted: impl Fn() -> bool,
-    ) -> Result<TcpStream, WorkerError> {
+    ) -> Result<LinkStream, WorkerError> {
         let slot = (key.clone(), rank);
         let mut registrations = self.inner.lock();
         loop {
@@ -150,6 +159,8 @@ impl Inner {
     fn welcome(&self, stream: TcpStream) -> Result<(), HandshakeError> {
         let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
         stream.set_nonblocking(false)?;
+        stream.set_nodelay(true)?;
+        let stream = LinkStream::accept(stream, self.tls.as_ref(), deadline)?;
         let slot = |hello: &Hello| (hello.key.clone(), hello.to_rank);
         let secret_of = |hello: &Hello| self.lock().get(&slot(hello)).map(|entry| entry.secret.clone());
         let hello = handshake::listen(&stream, secret_of, deadline)?;

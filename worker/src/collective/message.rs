@@ -5,7 +5,6 @@
 use std::{
     collections::VecDeque,
     io::Read,
-    net::Shutdown,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicBool, Ordering},
@@ -149,8 +148,8 @@ impl MessageLink {
 impl Drop for MessageLink {
     fn drop(&mut self) {
         self.shared.is_stopping.store(true, Ordering::Relaxed);
-        // Wakes the watching thread; closed already is as good.
-        let _ = lock(&self.shared.writer).link.stream.shutdown(Shutdown::Both);
+        // Wakes the watching thread.
+        lock(&self.shared.writer).link.stream.shutdown();
         if let Some(watching) = self.watching.take() {
             // A panic there was reported by the panic hook.
             let _ = watching.join();

@@ -9,6 +9,7 @@ use std::{
 };
 
 use lockstep_kernels::group::Group;
+use lockstep_transport::LinkStream;
 
 use super::{
     AbortHandle, Collective, LinkKey, LinkListener, MessageLink, Purpose, TcpCollective,
@@ -124,7 +125,7 @@ impl RankLinks {
     }
 
     /// Connects to `peer`, again and again until it is there.
-    fn connect(&self, peer: usize, purpose: Purpose, deadline: Instant) -> Result<TcpStream, WorkerError> {
+    fn connect(&self, peer: usize, purpose: Purpose, deadline: Instant) -> Result<LinkStream, WorkerError> {
         let RankLinksConfig { key, rank, addresses, secret, abort, .. } = &self.config;
         let address = *addresses
             .get(peer)
@@ -135,13 +136,14 @@ impl RankLinks {
                 let rest = deadline.saturating_duration_since(now).clamp(RETRY_INTERVAL, HANDSHAKE_TIMEOUT);
                 let stream = TcpStream::connect_timeout(&address, rest)?;
                 stream.set_nodelay(true)?;
+                let stream = LinkStream::connect(stream, self.listener.tls(), now + rest)?;
                 let hello = Hello::new(key.clone(), *rank, peer, purpose);
                 handshake::connect(&stream, &hello, secret, now + rest)?;
                 Ok(stream)
             };
             let error = match attempt() {
                 Ok(stream) => return Ok(stream),
-                Err(error @ (HandshakeError::WrongSecret | HandshakeError::Refused)) => {
+                Err(error @ (HandshakeError::Tls(_) | HandshakeError::WrongSecret | HandshakeError::Refused)) => {
                     return Err(link_error(peer, format!("at {address}: {error}")));
                 }
                 Err(error) => error,

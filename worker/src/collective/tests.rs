@@ -6,6 +6,9 @@ use std::{
     time::Duration,
 };
 
+use lockstep_tests::certificates::{Authority, Folder};
+use lockstep_transport::ClusterTls;
+
 use super::{message::SILENCE, *};
 use crate::WorkerError;
 
@@ -17,6 +20,17 @@ fn key() -> LinkKey {
 
 fn any_port() -> SocketAddr {
     (Ipv4Addr::LOCALHOST, 0).into()
+}
+
+/// A member of a cluster of its own authority.
+fn member() -> Option<ClusterTls> {
+    let files = Folder::new().unwrap();
+    let files = files.member("member", &Authority::new().unwrap()).map(|paths| (files, paths)).unwrap();
+    Some(ClusterTls::open(files.1).unwrap())
+}
+
+fn listener(tls: &Option<ClusterTls>) -> Arc<LinkListener> {
+    Arc::new(LinkListener::bind(any_port(), tls.clone()).unwrap())
 }
 
 fn config(rank: usize, addresses: Vec<SocketAddr>) -> RankLinksConfig {
@@ -34,8 +48,12 @@ fn config(rank: usize, addresses: Vec<SocketAddr>) -> RankLinksConfig {
 }
 
 /// Runs `body` as each of `world_size` ranks.
-fn run_ranks<T: Send>(world_size: usize, body: impl Fn(usize, RankLinks) -> T + Sync) -> Vec<T> {
-    let listeners: Vec<_> = (0..world_size).map(|_| Arc::new(LinkListener::bind(any_port()).unwrap())).collect();
+fn run_ranks<T: Send>(
+    world_size: usize,
+    tls: &Option<ClusterTls>,
+    body: impl Fn(usize, RankLinks) -> T + Sync,
+) -> Vec<T> {
+    let listeners: Vec<_> = (0..world_size).map(|_| listener(tls)).collect();
     let addresses: Vec<_> = listeners.iter().map(|listener| listener.local_addr()).collect();
     std::thread::scope(|scope| {
         let threads: Vec<_> = listeners
@@ -59,10 +77,11 @@ fn value(rank: usize, index: usize) -> f32 {
 
 #[test]
 fn all_ranks_get_the_same_sum_of_any_length() {
-    for world_size in 1..=5 {
+    let (clear, secured) = (None, member());
+    for (world_size, tls) in (1..=5).map(|world_size| (world_size, &clear)).chain([(2, &secured), (4, &secured)]) {
         let group: Vec<_> = (0..world_size).collect();
         let lengths = [1, 2, 7, 576, 8191, 16_385, 100_003, 300_001];
-        let results = run_ranks(world_size, |rank, links| {
+        let results = run_ranks(world_size, tls, |rank, links| {
             let mut collective = links.collective(&group, Purpose::TensorParallel).unwrap();
             lengths.map(|length| {
                 let values = (0..length).map(|index| value(rank, index));
@@ -92,7 +111,7 @@ fn all_ranks_get_the_same_sum_of_any_length() {
 fn all_ranks_gather_the_same_bytes() {
     for world_size in 1..=4 {
         let group: Vec<_> = (0..world_size).collect();
-        let results = run_ranks(world_size, |rank, links| {
+        let results = run_ranks(world_size, &None, |rank, links| {
             let mut collective = links.collective(&group, Purpose::TensorParallel).unwrap();
             [0, 1, 256, 1001].map(|length| collective.all_gather(&vec![rank as u8 + 1; length]).unwrap())
         });
@@ -107,14 +126,16 @@ fn all_ranks_gather_the_same_bytes() {
 
 #[test]
 fn messages_pass_both_ways() {
-    run_ranks(2, |rank, links| {
-        let link = links.message_link(1 - rank).unwrap();
-        for round in 0..100u32 {
-            link.send(&vec![round; 1000]).unwrap();
-            let got: Vec<u32> = link.receive(None).unwrap();
-            assert_eq!(got, vec![round; 1000]);
-        }
-    });
+    for tls in [None, member()] {
+        run_ranks(2, &tls, |rank, links| {
+            let link = links.message_link(1 - rank).unwrap();
+            for round in 0..100u32 {
+                link.send(&vec![round; 1000]).unwrap();
+                let got: Vec<u32> = link.receive(None).unwrap();
+                assert_eq!(got, vec![round; 1000]);
+            }
+        });
+    }
 }
 
 /// Two ranks with different configurations; the second may fail to connect.
@@ -122,7 +143,16 @@ fn run_pair<T: Send>(
     configure: impl Fn(&mut RankLinksConfig) + Sync,
     body: impl Fn(usize, &RankLinks) -> T + Sync,
 ) -> Vec<T> {
-    let listeners = [(); 2].map(|()| Arc::new(LinkListener::bind(any_port()).unwrap()));
+    run_pair_with([None, None], configure, body)
+}
+
+/// The same with what each of them is secured with.
+fn run_pair_with<T: Send>(
+    tls: [Option<ClusterTls>; 2],
+    configure: impl Fn(&mut RankLinksConfig) + Sync,
+    body: impl Fn(usize, &RankLinks) -> T + Sync,
+) -> Vec<T> {
+    let listeners = tls.map(|tls| listener(&tls));
     let addresses: Vec<_> = listeners.iter().map(|listener| listener.local_addr()).collect();
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..2)
@@ -170,8 +200,14 @@ fn another_epoch_or_model_is_refused() {
 
 #[test]
 fn strangers_do_not_disturb_the_listener() {
+    for tls in [None, member()] {
+        strangers_disturb_nobody(&tls);
+    }
+}
+
+fn strangers_disturb_nobody(tls: &Option<ClusterTls>) {
     use std::io::{Read, Write};
-    let listeners = [(); 2].map(|()| Arc::new(LinkListener::bind(any_port()).unwrap()));
+    let listeners = [(); 2].map(|()| listener(tls));
     let addresses: Vec<_> = listeners.iter().map(|listener| listener.local_addr()).collect();
     // One is silent, one trickles, the others send garbage.
     let silent = std::net::TcpStream::connect(addresses[0]).unwrap();
@@ -194,15 +230,18 @@ fn strangers_do_not_disturb_the_listener() {
     assert!(start.elapsed() < Duration::from_millis(1500), "{:?}", start.elapsed());
     for stream in garbage.iter_mut().chain([&mut { silent }]) {
         stream.set_read_timeout(Some(Duration::from_secs(4))).unwrap();
-        let closed = stream.read(&mut [0; 64]);
-        assert!(matches!(&closed, Ok(0)) || closed.unwrap_err().kind() == std::io::ErrorKind::ConnectionReset);
+        // With TLS he is told why.
+        let closed = stream.read_to_end(&mut Vec::new());
+        assert!(closed.is_ok() || closed.unwrap_err().kind() == std::io::ErrorKind::ConnectionReset);
     }
 }
 
 #[test]
 fn a_dead_or_silent_peer_is_an_error() {
-    for is_dead in [true, false] {
-        let results = run_pair(
+    let secured = member();
+    for (is_dead, tls) in [(true, None), (false, None), (true, secured.clone()), (false, secured)] {
+        let results = run_pair_with(
+            [tls.clone(), tls],
             |config| config.timeout = Duration::from_millis(300),
             |rank, links| {
                 let mut collective = connect(links).unwrap();
@@ -229,23 +268,37 @@ fn a_dead_or_silent_peer_is_an_error() {
 fn a_stage_waits_for_as_long_as_the_other_computes() {
     // More than the sockets hold, so that sending waits as well.
     let values = vec![1.5_f32; 4 << 20];
-    run_pair(
-        |config| config.timeout = Duration::from_millis(50),
-        |rank, links| {
-            let mut collective = links.collective(&[0, 1], Purpose::Pipeline).unwrap();
-            let mut received = vec![0.0; values.len()];
-            if rank == 0 {
-                collective.receive(1, &mut received).unwrap();
-                collective.send(1, &received).unwrap();
-            } else {
-                std::thread::sleep(Duration::from_millis(300));
-                collective.send(0, &values).unwrap();
-                std::thread::sleep(Duration::from_millis(300));
-                collective.receive(0, &mut received).unwrap();
-                assert!(received == values);
-            }
-        },
-    );
+    for tls in [None, member()] {
+        run_pair_with(
+            [tls.clone(), tls],
+            |config| config.timeout = Duration::from_millis(50),
+            |rank, links| {
+                let mut collective = links.collective(&[0, 1], Purpose::Pipeline).unwrap();
+                let mut received = vec![0.0; values.len()];
+                if rank == 0 {
+                    collective.receive(1, &mut received).unwrap();
+                    collective.send(1, &received).unwrap();
+                } else {
+                    std::thread::sleep(Duration::from_millis(300));
+                    collective.send(0, &values).unwrap();
+                    std::thread::sleep(Duration::from_millis(300));
+                    collective.receive(0, &mut received).unwrap();
+                    assert!(received == values);
+                }
+            },
+        );
+    }
+}
+
+#[test]
+fn a_rank_of_another_cluster_is_refused() {
+    for tls in [[member(), member()], [member(), None], [None, member()]] {
+        let is_listening_secured = tls[0].is_some();
+        let results = run_pair_with(tls, |_| (), |_, links| connect(links).map(drop).unwrap_err().to_string());
+        assert!(results[0].contains("did not connect"), "{results:?}");
+        assert!(results[1].starts_with("rank 0: at 127.0.0.1:"), "{results:?}");
+        assert!(!is_listening_secured || !results[1].contains("not registered"), "{results:?}");
+    }
 }
 
 #[test]
@@ -265,7 +318,9 @@ fn lengths_that_differ_are_an_error_on_both_sides() {
 
 #[test]
 fn abort_wakes_a_waiting_rank() {
-    let results = run_pair(
+    let tls = member();
+    let results = run_pair_with(
+        [tls.clone(), tls],
         |_| (),
         |rank, links| {
             let mut collective = connect(links).unwrap();
@@ -293,6 +348,7 @@ fn a_silent_peer_ends_a_send() {
     let listener = std::net::TcpListener::bind(any_port()).unwrap();
     let stream = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let _silent = listener.accept().unwrap();
+    let stream = lockstep_transport::LinkStream::connect(stream, None, std::time::Instant::now()).unwrap();
     let link = super::link::Link::new(stream, 1, 7, &AbortHandle::default()).unwrap();
     let link = MessageLink::new(link, 64 << 20, Duration::ZERO).unwrap();
     let start = std::time::Instant::now();
@@ -315,7 +371,14 @@ fn a_message_beyond_the_limit_is_refused() {
 
 #[test]
 fn a_message_link_lives_while_idle_and_notices_a_closed_peer() {
-    let results = run_pair(
+    for tls in [None, member()] {
+        message_link_lives_while_idle(tls);
+    }
+}
+
+fn message_link_lives_while_idle(tls: Option<ClusterTls>) {
+    let results = run_pair_with(
+        [tls.clone(), tls],
         |_| (),
         |rank, links| {
             let link = links.message_link(1 - rank).unwrap();

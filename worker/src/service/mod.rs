@@ -21,9 +21,10 @@ use lockstep_proto::{
     v1::{self, worker_server::WorkerServer},
 };
 use lockstep_sharding::usable_bytes;
+use lockstep_transport::{ClusterTls, Gate, Incoming};
 use tokio::net::TcpListener;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
-use tonic::transport::{Server, server::TcpIncoming};
+use tonic::transport::Server;
 
 use self::{grpc::WorkerService, replicas::Replicas};
 use crate::{WorkerConfig, WorkerError, collective::LinkListener, devices::LocalDevices, registration::Registration};
@@ -73,9 +74,10 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> Result<()
     config.check()?;
     let listen = config.listen;
     let bind_error = |source| WorkerError::Bind { address: listen, source };
+    let tls = config.cluster_tls.clone().map(ClusterTls::open).transpose()?;
     let listener = TcpListener::bind(listen).await.map_err(bind_error)?;
     let address = listener.local_addr().map_err(bind_error)?;
-    let links = Arc::new(LinkListener::bind(config.rank_listen)?);
+    let links = Arc::new(LinkListener::bind(config.rank_listen, tls.clone())?);
     let (devices, infos) = open_devices(&config).await?;
     let hello = hello(&config, &devices, &infos, address, links.local_addr());
     let names: Vec<&str> = infos.iter().map(|info| info.name.as_str()).collect();
@@ -92,8 +94,14 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> Result<()
         is_registered: AtomicBool::new(false),
     });
     let stop_serving = CancellationToken::new();
-    let mut server = tokio::spawn(serve(state.clone(), listener, stop_serving.clone()));
-    let mut registration = Registration::start(state.clone(), hello)?;
+    // However this function is left, the tasks that it started end.
+    let _stop_guard = stop_serving.clone().drop_guard();
+    if let Some(tls) = tls.clone() {
+        tokio::spawn(stop_serving.clone().run_until_cancelled_owned(tls.watch()));
+    }
+    let incoming = Incoming::new(listener, Gate::Members(tls.clone()));
+    let mut server = tokio::spawn(serve(state.clone(), incoming, stop_serving.clone()));
+    let mut registration = Registration::start(state.clone(), hello, tls)?;
 
     let outcome = tokio::select! {
         () = shutdown.cancelled() => {
@@ -114,7 +122,7 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> Result<()
 
 async fn serve(
     state: Arc<WorkerState>,
-    listener: TcpListener,
+    incoming: Incoming,
     stop: CancellationToken,
 ) -> Result<(), tonic::transport::Error> {
     let (health, health_service) = tonic_health::server::health_reporter();
@@ -122,13 +130,11 @@ async fn serve(
     let service = WorkerServer::new(WorkerService(state))
         .max_decoding_message_size(MAX_MESSAGE_BYTES)
         .max_encoding_message_size(MAX_MESSAGE_BYTES);
-    // `Server::tcp_nodelay` has no effect on a listener of our own.
-    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
     Server::builder()
         .http2_keepalive_interval(Some(Duration::from_secs(5)))
         .add_service(health_service)
         .add_service(service)
-        .serve_with_incoming_shutdown(incoming, stop.cancelled_owned())
+        .serve_with_incoming_shutdown(incoming.into_stream(), stop.cancelled_owned())
         .await
 }
 

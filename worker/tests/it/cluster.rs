@@ -84,7 +84,7 @@ impl Cluster {
         for rank in plan.stages.iter_mut().flat_map(|stage| &mut stage.ranks) {
             let worker = workers.iter().position(|worker| *worker == rank.worker_id).unwrap_or_else(|| {
                 workers.push(rank.worker_id.clone());
-                listeners.push(Arc::new(LinkListener::bind("127.0.0.1:0".parse().unwrap()).unwrap()));
+                listeners.push(Arc::new(LinkListener::bind("127.0.0.1:0".parse().unwrap(), None).unwrap()));
                 num_ranks.push(0);
                 workers.len() - 1
             });

@@ -86,6 +86,8 @@ fn cpu(num_cpu_devices: usize) -> DeviceSettings {
 fn config(coordinator: String) -> WorkerConfig {
     let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
     WorkerConfig {
+        cluster_tls: None,
+        allow_insecure: false,
         worker_id: "worker-0".to_owned(),
         coordinator,
         listen: any,

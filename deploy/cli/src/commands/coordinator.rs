@@ -11,7 +11,7 @@ use lockstep_sharding::PlanOptions;
 use serde::{Deserialize, Serialize};
 
 use super::{plan::parse_policy, worker::seconds};
-use crate::{UsageError, settings, signals};
+use crate::{UsageError, settings, signals, tls};
 
 /// Run a coordinator: workers register with it, clients send it their requests.
 #[derive(Debug, clap::Args)]
@@ -21,8 +21,11 @@ Serve a model over four workers, two-way tensor parallel in each of two replicas
 Talk to it with any client of OpenAI's API:
   curl localhost:7080/v1/chat/completions -H 'content-type: application/json' \\
       -d '{\"messages\": [{\"role\": \"user\", \"content\": \"Hello!\"}]}'
+Serve other machines, with certificates for clients and workers:
+  lockstep coordinator --tls-cert server.pem --tls-key server.key \\
+      --cluster-ca ca.pem --cluster-cert member.pem --cluster-key member.key
 Settings from a file and the environment:
-  LOCKSTEP_GRPC_LISTEN=0.0.0.0:9070 lockstep coordinator --config lockstep.toml")]
+  LOCKSTEP_GRPC_LISTEN=127.0.0.1:9070 lockstep coordinator --config lockstep.toml")]
 pub struct Args {
     #[command(flatten)]
     settings: Settings,
@@ -86,6 +89,29 @@ struct Settings {
     /// Longest time that running requests have at shutdown [default: 30]
     #[arg(long, env = "LOCKSTEP_DRAIN_TIMEOUT_SECS", value_name = "SECONDS")]
     drain_timeout_secs: Option<f64>,
+    /// Certificate for clients of both ports, followed by those between it and its authority, PEM; changed files are taken
+    /// over while it runs
+    #[arg(long, env = "LOCKSTEP_TLS_CERT", value_name = "FILE")]
+    tls_cert: Option<PathBuf>,
+    /// Its private key, PEM
+    #[arg(long, env = "LOCKSTEP_TLS_KEY", value_name = "FILE")]
+    tls_key: Option<PathBuf>,
+    /// Certificates of the authorities from which clients need a certificate, PEM [default: they need none]
+    #[arg(long, env = "LOCKSTEP_CLIENT_CA", value_name = "FILE")]
+    client_ca: Option<PathBuf>,
+    /// Certificate of the authority that signs for the members of this cluster and nobody else, PEM. With it and the two
+    /// below, members speak mutual TLS with each other; changed files are taken over while it runs
+    #[arg(long, env = "LOCKSTEP_CLUSTER_CA", value_name = "FILE")]
+    cluster_ca: Option<PathBuf>,
+    /// Certificate of this member from that authority, for servers and clients, PEM
+    #[arg(long, env = "LOCKSTEP_CLUSTER_CERT", value_name = "FILE")]
+    cluster_cert: Option<PathBuf>,
+    /// Its private key, PEM
+    #[arg(long, env = "LOCKSTEP_CLUSTER_KEY", value_name = "FILE")]
+    cluster_key: Option<PathBuf>,
+    /// Speak clear text with other machines too where there are no certificates; without it, on this machine only
+    #[arg(long, env = "LOCKSTEP_INSECURE", num_args = 0..=1, default_missing_value = "true", require_equals = true, value_name = "BOOL")]
+    insecure: Option<bool>,
 }
 
 /// Where a coordinator listens, as its ready file says it.
@@ -172,6 +198,9 @@ impl Settings {
             max_concurrent_requests: self.max_concurrent_requests.unwrap_or(1024),
             failover_timeout: seconds("failover_timeout_secs", self.failover_timeout_secs.unwrap_or(60.0))?,
             drain_timeout: seconds("drain_timeout_secs", self.drain_timeout_secs.unwrap_or(30.0))?,
+            client_tls: tls::for_clients(self.tls_cert, self.tls_key, self.client_ca)?,
+            cluster_tls: tls::for_cluster(self.cluster_ca, self.cluster_cert, self.cluster_key)?,
+            allow_insecure: self.insecure.unwrap_or(false),
         })
     }
 }

@@ -9,13 +9,14 @@ use lockstep_worker::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::{UsageError, client::url_of, settings, signals, units::ByteSize};
+use crate::{UsageError, settings, signals, tls, units::ByteSize};
 
 /// Run a worker: it offers this machine's devices to a coordinator and runs the parts of models that it is given.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Offer this machine's processor to the coordinator on host-a:
-  lockstep worker --coordinator host-a:7070 --advertise-host host-b
+  lockstep worker --coordinator host-a:7070 --advertise-host host-b \\
+      --cluster-ca ca.pem --cluster-cert member.pem --cluster-key member.key
 Two GPUs, a rank each:
   lockstep worker --device cuda:0,cuda:1
 Two devices of four threads each, settings from a file:
@@ -86,6 +87,19 @@ struct Settings {
     /// Longest time that running requests have at shutdown [default: 30]
     #[arg(long, env = "LOCKSTEP_DRAIN_TIMEOUT_SECS", value_name = "SECONDS")]
     drain_timeout_secs: Option<f64>,
+    /// Certificate of the authority that signs for the members of this cluster and nobody else, PEM. With it and the two
+    /// below, members speak mutual TLS with each other; changed files are taken over while it runs
+    #[arg(long, env = "LOCKSTEP_CLUSTER_CA", value_name = "FILE")]
+    cluster_ca: Option<PathBuf>,
+    /// Certificate of this member from that authority, for servers and clients, PEM
+    #[arg(long, env = "LOCKSTEP_CLUSTER_CERT", value_name = "FILE")]
+    cluster_cert: Option<PathBuf>,
+    /// Its private key, PEM
+    #[arg(long, env = "LOCKSTEP_CLUSTER_KEY", value_name = "FILE")]
+    cluster_key: Option<PathBuf>,
+    /// Speak clear text with other machines too where there are no certificates; without it, on this machine only
+    #[arg(long, env = "LOCKSTEP_INSECURE", num_args = 0..=1, default_missing_value = "true", require_equals = true, value_name = "BOOL")]
+    insecure: Option<bool>,
 }
 
 /// Runs a worker until it is told to stop.
@@ -137,7 +151,7 @@ impl Settings {
         let listen = self.listen.unwrap_or_else(|| SocketAddr::from((any_port, 0)));
         Ok(WorkerConfig {
             worker_id: self.worker_id.unwrap_or_else(|| format!("worker-{:08x}", uuid::Uuid::new_v4().as_fields().0)),
-            coordinator: url_of(self.coordinator.as_deref().unwrap_or("127.0.0.1:7070")),
+            coordinator: self.coordinator.unwrap_or_else(|| String::from("127.0.0.1:7070")),
             listen,
             rank_listen: self.rank_listen.unwrap_or_else(|| SocketAddr::new(listen.ip(), 0)),
             advertise_host: self.advertise_host.unwrap_or_else(|| String::from("127.0.0.1")),
@@ -154,6 +168,8 @@ impl Settings {
             max_waiting_sequences: self.max_waiting_sequences.unwrap_or(256),
             is_prefix_caching: is_on("prefix_caching", self.prefix_caching.as_deref().unwrap_or("on"))?,
             drain_timeout: seconds("drain_timeout_secs", self.drain_timeout_secs.unwrap_or(30.0))?,
+            cluster_tls: tls::for_cluster(self.cluster_ca, self.cluster_cert, self.cluster_key)?,
+            allow_insecure: self.insecure.unwrap_or(false),
         })
     }
 }

@@ -65,7 +65,7 @@ impl InProcessTarget {
         };
         let plan = lockstep_sharding::plan(checkpoint.shape(), &topology, &policy, &options(args))?;
         let plan_dtype = plan.replicas.first().and_then(|replica| replica.find_rank(0)).map(|(_, rank)| rank.dtype);
-        let links = Arc::new(LinkListener::bind(SocketAddr::from(([127, 0, 0, 1], 0)))?);
+        let links = Arc::new(LinkListener::bind(SocketAddr::from(([127, 0, 0, 1], 0)), None)?);
         let max_sequence_tokens = plan.max_sequence_tokens;
         let spec = ReplicaSpec {
             worker_id: String::from(WORKER_ID),

@@ -65,6 +65,9 @@ pub struct Args {
     /// Address to listen on; 0.0.0.0 serves other machines too
     #[arg(long, default_value = "127.0.0.1", value_name = "ADDRESS")]
     host: std::net::IpAddr,
+    /// Speak clear text with other machines too, as --host makes it; for TLS run coordinator and workers by themselves
+    #[arg(long, env = "LOCKSTEP_INSECURE")]
+    insecure: bool,
     /// Port of the gRPC service; 0: any
     #[arg(long, default_value_t = 7070, value_name = "PORT")]
     grpc_port: u16,
@@ -132,6 +135,7 @@ impl Args {
             format!("--http-listen={}", std::net::SocketAddr::new(self.host, self.http_port)),
             format!("--ready-file={}", listening.display()),
         ];
+        arguments.extend(self.insecure.then(|| String::from("--insecure")));
         arguments.extend(self.config.as_ref().map(|path| format!("--config={}", path.display())));
         arguments
     }
@@ -142,7 +146,7 @@ impl Args {
         let mut arguments = vec![
             String::from("worker"),
             format!("--worker-id=worker-{index}"),
-            format!("--coordinator=http://{coordinator}"),
+            format!("--coordinator={coordinator}"),
             format!("--threads-per-device={threads}"),
             format!("--device={}", layout.device_of(index)),
         ];
@@ -182,7 +186,7 @@ impl Args {
         };
         tokio::select! {
             () = shutdown.cancelled() => return Ok(()),
-            loaded = load(ServerArgs { server: reachable }, layout.num_workers, request) => loaded?,
+            loaded = load(ServerArgs::local(reachable), layout.num_workers, request) => loaded?,
             error = cluster.first_end() => return Err(error),
         }
         let write_ready = |cluster: &Cluster| match &self.ready_file {
