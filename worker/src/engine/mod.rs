@@ -3,11 +3,12 @@
 //! what else runs or ran, on preemptions or on the number of steps in flight; nothing is yielded twice.
 //! Not here: threads, network, devices, the clock (passed in), stop texts (the coordinator's).
 //!
-//! `tenant`: whose a sequence is; `scheduler`: which sequences, with how many tokens; `block_manager`: free and shared KV
-//! blocks; `sequence`: one sequence's progress; `sampler`, `penalties`: the choice of the next token; `throughput`: tokens
-//! per second.
+//! `tenant`: whose a sequence is; `fair_queue`: whose turn it is; `scheduler`: which sequences, with how many tokens;
+//! `block_manager`: free and shared KV blocks; `sequence`: one sequence's progress; `sampler`, `penalties`: the choice of
+//! the next token; `throughput`: tokens per second.
 
 mod block_manager;
+mod fair_queue;
 mod penalties;
 mod sampler;
 mod scheduler;
@@ -251,8 +252,8 @@ impl Engine {
             let limit = max_sequence_tokens.saturating_sub(1);
             return Err(EngineError::TooLong { what: "prompt length in tokens", got: num_tokens, limit });
         }
-        let (waiting, limit) = (self.scheduler.num_waiting(), self.config.max_waiting_sequences);
-        if waiting >= limit {
+        if !self.scheduler.may_wait(&request.tenant) {
+            let (waiting, limit) = (self.scheduler.num_waiting(), self.config.max_waiting_sequences);
             return Err(EngineError::Overloaded { waiting, limit });
         }
         let sequence_id = self.next_sequence_id;

@@ -1,18 +1,32 @@
 //! Which sequences are part of the next step, with how many tokens and which blocks.
-//! For: the engine. Invariants: sequences are admitted in the order of their arrival, so every running one arrived
-//! before every waiting one; blocks are taken only from later arrivals, so the oldest sequence always goes on; a block is
-//! shared only if an earlier step computes all of it.
-//! Not here: sampling and outputs (the engine), block ids (the block manager).
+//! For: the engine. Invariants: a tenant's sequences are admitted in the order of their arrival; the sequence that arrived
+//! first of all that run takes blocks from any other and loses none, so it always goes on; a block is shared only if an
+//! earlier step computes all of it.
+//! Not here: sampling and outputs (the engine), block ids (the block manager), who was served how much (the fair queue),
+//! who gives blocks to whom (`preemption`).
 //!
-//! A step takes decodes first, those that waited longest before the others, then prompt chunks of running sequences,
-//! then of waiting ones. With several steps in flight a step takes its share of the decodes and of the prompt tokens
-//! only, so that the next steps have work as well and every pipeline stage stays busy.
+//! A step takes decodes first, then prompt chunks of running sequences and of waiting ones, each tenant when it is its
+//! turn, within a tenant who waited longest. With several steps in flight a step takes its share of the decodes and of the
+//! prompt tokens only, so that the next steps have work as well and every pipeline stage stays busy.
+//!
+//! A tenant that comes while others fill the step does not wait for an end. Sequences are not bound to a place in the
+//! step: as long as there are blocks it is admitted beyond the usual number, and decodes of those with more than their
+//! share skip a step, which costs nothing; places held free for it would be lost whenever it is away. If blocks lack, the
+//! tenant with the most of them loses those of its last sequence, whose tokens are computed again: the price is paid once
+//! for each arrival, and never with a tenant's first sequence, so that nobody is thrown out by turns.
 
-use std::{collections::BTreeMap, time::Instant};
+mod preemption;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Instant,
+};
 
 use super::{
-    EngineConfig, SequenceId,
+    EngineConfig, SequenceId, Tenant,
     block_manager::{BlockManager, PrefixChanges},
+    fair_queue::FairQueue,
     sequence::Sequence,
 };
 use crate::step::StepSequence;
@@ -26,7 +40,7 @@ pub(super) struct Scheduler {
     config: EngineConfig,
     blocks: BlockManager,
     running: BTreeMap<SequenceId, Sequence>,
-    waiting: BTreeMap<SequenceId, Sequence>,
+    waiting: FairQueue,
     num_preemptions: u64,
     prefix: PrefixCounts,
 }
@@ -63,7 +77,7 @@ impl Scheduler {
             blocks: BlockManager::new(config.num_kv_blocks, config.block_size, config.is_prefix_caching),
             config,
             running: BTreeMap::new(),
-            waiting: BTreeMap::new(),
+            waiting: FairQueue::default(),
             num_preemptions: 0,
             prefix: PrefixCounts::default(),
         }
@@ -84,7 +98,14 @@ impl Scheduler {
         self.waiting.len()
     }
 
-    /// How often a sequence lost its blocks to an older one.
+    /// Whether one more sequence of a tenant may wait: as long as not too many do, or it has less than its share of these.
+    pub(super) fn may_wait(&self, tenant: &Tenant) -> bool {
+        let limit = self.config.max_waiting_sequences;
+        self.waiting.len() < limit
+            || self.waiting.num_waiting_of(&tenant.name) < self.waiting.share(&tenant.name, limit)
+    }
+
+    /// How often a sequence lost its blocks to another.
     pub(super) fn num_preemptions(&self) -> u64 {
         self.num_preemptions
     }
@@ -109,14 +130,14 @@ impl Scheduler {
         self.running.get_mut(&id)
     }
 
-    /// Puts a new sequence behind all others.
+    /// Puts a new sequence behind all others of its tenant.
     pub(super) fn enqueue(&mut self, sequence: Sequence) {
-        self.waiting.insert(sequence.id, sequence);
+        self.waiting.push(sequence);
     }
 
     /// Forgets a sequence; one with a step in flight keeps its blocks until [`Self::step_returned`].
     pub(super) fn cancel(&mut self, id: SequenceId) {
-        self.waiting.remove(&id);
+        self.waiting.remove(id);
         let Some(sequence) = self.running.get_mut(&id) else {
             return;
         };
@@ -141,6 +162,7 @@ impl Scheduler {
     pub(super) fn remove(&mut self, id: SequenceId) -> Option<Sequence> {
         let mut sequence = self.running.remove(&id)?;
         sequence.release(&mut self.blocks);
+        self.waiting.note_end(&sequence.tenant.name);
         Some(sequence)
     }
 
@@ -153,6 +175,7 @@ impl Scheduler {
 
     /// The parts of the next step; empty if nothing can run now.
     pub(super) fn form_step(&mut self, step_id: u64, now: Instant) -> Vec<StepSequence> {
+        self.reclaim();
         let mut forming = Forming {
             step_id,
             now,
@@ -160,10 +183,15 @@ impl Scheduler {
             free_tokens: self.config.max_step_tokens.max(1),
             free_sequences: self.max_step_sequences(),
         };
-        self.take_decodes(&mut forming);
+        let num_decodes = self.num_decodes();
+        let num_places = forming.free_sequences - self.num_reserved_for_prompts();
+        self.take_decodes(&mut forming, num_decodes.min(num_places));
         forming.free_tokens = forming.free_tokens.min(self.prefill_share());
-        self.take_running_prefills(&mut forming);
-        self.admit(&mut forming);
+        self.take_prompts(&mut forming);
+        // Places that no prompt could take.
+        let num_missing = num_decodes.saturating_sub(forming.sequences.len());
+        self.take_decodes(&mut forming, num_missing);
+        self.waiting.settle(&self.tenants_of(|sequence| sequence.is_ready()));
         // From the next step on others may read what this one writes.
         for part in &forming.sequences {
             if let Some(sequence) = self.running.get_mut(&part.sequence_id) {
@@ -177,44 +205,111 @@ impl Scheduler {
         self.config.max_num_sequences.min(self.config.max_step_tokens).max(1)
     }
 
-    fn take_decodes(&mut self, forming: &mut Forming) {
-        let decoding = || self.running.values().filter(|sequence| sequence.is_decoding() && !sequence.is_cancelled);
-        let share = decoding().count().div_ceil(self.config.max_steps_in_flight.max(1));
-        let mut ready: Vec<_> = decoding()
-            .filter(|sequence| sequence.is_ready())
-            .map(|sequence| (sequence.last_step_id, sequence.id))
+    /// Sequences that may run as long as nobody has more than its share.
+    fn max_running(&self) -> usize {
+        self.max_step_sequences().saturating_mul(self.config.max_steps_in_flight.max(1))
+    }
+
+    fn tenants_of(&self, accepts: impl Fn(&&Sequence) -> bool) -> BTreeSet<Arc<str>> {
+        self.running.values().filter(accepts).map(|sequence| Arc::clone(&sequence.tenant.name)).collect()
+    }
+
+    /// Decodes that a step takes: all, or with a pipeline so many that the other stages get some too.
+    fn num_decodes(&self) -> usize {
+        let decoding = self.running.values().filter(|sequence| sequence.is_decoding() && !sequence.is_cancelled);
+        decoding.count().div_ceil(self.config.max_steps_in_flight.max(1))
+    }
+
+    /// Takes up to `limit` decodes, as if one after the other of the tenant that was served least: only when they are too
+    /// many does the order matter.
+    fn take_decodes(&mut self, forming: &mut Forming, limit: usize) {
+        let limit = forming.sequences.len() + limit;
+        let decodes = self.running.values().filter(|sequence| sequence.is_decoding() && sequence.is_ready());
+        let mut ready: Vec<_> = decodes.collect();
+        ready.sort_unstable_by_key(|sequence| (sequence.last_step_id, sequence.id));
+        let mut num_earlier = BTreeMap::new();
+        let mut in_turn: Vec<_> = ready
+            .into_iter()
+            .map(|sequence| {
+                let tenant = &*sequence.tenant.name;
+                let num_earlier = num_earlier.entry(tenant).or_insert(0);
+                let served = self.waiting.served_after(tenant, *num_earlier);
+                *num_earlier += 1;
+                (served, sequence.id)
+            })
             .collect();
-        ready.sort_unstable();
-        for (_, id) in ready {
-            if forming.sequences.len() == share {
+        // Stable: among equals who waited longest stays first.
+        in_turn.sort_by(|(left, _), (right, _)| left.total_cmp(right));
+        for (_, id) in in_turn {
+            if forming.sequences.len() == limit {
                 break;
             }
             self.take(id, forming);
         }
     }
 
-    fn take_running_prefills(&mut self, forming: &mut Forming) {
-        let is_prefilling = |sequence: &&Sequence| sequence.is_ready() && !sequence.is_decoding();
-        let ready: Vec<_> = self.running.values().filter(is_prefilling).map(|sequence| sequence.id).collect();
-        for id in ready {
-            self.take(id, forming);
+    /// Places in the step that decodes leave to prompts: one for each tenant with a prompt and less than its share of
+    /// decodes, up to half of all.
+    fn num_reserved_for_prompts(&self) -> usize {
+        let has_less = |tenant: &Arc<str>| {
+            let is_decode = |sequence: &&Sequence| sequence.tenant.name == *tenant && sequence.is_decoding();
+            self.running.values().filter(is_decode).count() < self.share_of_running(tenant)
+        };
+        let with_prompts = self.waiting.in_turn(&self.tenants_of(is_prompt));
+        with_prompts.iter().filter(|tenant| has_less(tenant)).count().min(self.max_step_sequences().div_ceil(2))
+    }
+
+    fn share_of_running(&self, tenant: &str) -> usize {
+        self.waiting.share(tenant, self.max_running())
+    }
+
+    fn has_less_than_its_share(&self, tenant: &str) -> bool {
+        self.waiting.num_running_of(tenant) < self.share_of_running(tenant)
+    }
+
+    /// Whether the number of sequences lets one more of the tenant run.
+    fn may_start(&self, tenant: &str) -> bool {
+        self.running.len() < self.max_running() || self.has_less_than_its_share(tenant)
+    }
+
+    /// Takes prompt chunks while the step has room, always of the tenant that was served least.
+    fn take_prompts(&mut self, forming: &mut Forming) {
+        let mut running: Vec<_> = self.running.values().filter(is_prompt).map(|sequence| sequence.id).collect();
+        let mut is_admitting = true;
+        // Tenants that hold their share of the blocks and find no more.
+        let mut passed = BTreeSet::new();
+        while forming.has_room() {
+            let tenant_of = |id: &SequenceId| self.running.get(id).map(|sequence| Arc::clone(&sequence.tenant.name));
+            let with_running: BTreeSet<_> = running.iter().filter_map(tenant_of).collect();
+            let is_able = |tenant: &Arc<str>| with_running.contains(tenant) || is_admitting && !passed.contains(tenant);
+            let Some(tenant) = self.waiting.in_turn(&with_running).into_iter().find(is_able) else {
+                return;
+            };
+            if let Some(index) = running.iter().position(|id| tenant_of(id).as_ref() == Some(&tenant)) {
+                self.take(running.remove(index), forming);
+            } else if !self.may_start(&tenant) {
+                // Nobody overtakes by number: who is served least comes next.
+                is_admitting = false;
+            } else if let Some(id) = self.admit_first(&tenant) {
+                self.take(id, forming);
+            } else {
+                // Small prompts of others must not keep a large one out for ever.
+                is_admitting = !self.has_less_than_its_share(&tenant);
+                passed.insert(tenant);
+            }
         }
     }
 
-    /// Admits waiting sequences in order while the step and the blocks have room for them.
-    fn admit(&mut self, forming: &mut Forming) {
-        let max_running = self.max_step_sequences().saturating_mul(self.config.max_steps_in_flight.max(1));
-        while forming.has_room() && self.running.len() < max_running {
-            let Some(mut next) = self.waiting.first_entry() else {
-                return;
-            };
-            if !self.running.is_empty() && !admissible(&self.blocks, &self.running, next.get_mut()) {
-                return;
-            }
-            let (id, sequence) = next.remove_entry();
-            self.running.insert(id, sequence);
-            self.take(id, forming);
+    /// Admits the tenant's first waiting sequence if there are blocks for its tokens.
+    fn admit_first(&mut self, tenant: &str) -> Option<SequenceId> {
+        let num_blocks = self.claim_of_first(tenant)?.num_blocks;
+        if !self.running.is_empty() && self.promised_blocks() + num_blocks > self.blocks.num_free() {
+            return None;
         }
+        let sequence = self.waiting.start_first(tenant)?;
+        let id = sequence.id;
+        self.running.insert(id, sequence);
+        Some(id)
     }
 
     /// Prompt tokens that one step takes: all that fit, or with a pipeline so many that the other stages get some too.
@@ -224,7 +319,7 @@ impl Scheduler {
             return usize::MAX;
         }
         let outstanding: usize =
-            self.running.values().chain(self.waiting.values()).map(Sequence::num_outstanding_tokens).sum();
+            self.running.values().chain(self.waiting.iter()).map(Sequence::num_outstanding_tokens).sum();
         outstanding.div_ceil(2 * steps).max(SMALLEST_PIPELINE_CHUNK)
     }
 
@@ -243,61 +338,19 @@ impl Scheduler {
             return;
         };
         if let Some(sequence) = self.running.get_mut(&id) {
+            let first = sequence.num_scheduled_tokens;
             let is_first = forming.push(sequence, num_tokens);
             if is_first && self.blocks.is_caching() {
                 self.prefix.queries += sequence.tokens.len() as u64;
             }
+            let num_new_tokens = sequence.count_new_tokens(first..first + num_tokens);
+            self.waiting.charge(&sequence.tenant.name, num_new_tokens);
         }
-    }
-
-    /// Finds blocks for up to `wanted` more tokens of a running sequence, at least for one.
-    fn make_room(&mut self, id: SequenceId, wanted: usize) -> Room {
-        loop {
-            let Some(sequence) = self.running.get_mut(&id) else {
-                return Room::Wait;
-            };
-            let first = sequence.num_scheduled_tokens;
-            let within_reach = self.blocks.tokens_in(sequence.blocks.len() + self.blocks.num_free());
-            let num_tokens = wanted.min(within_reach.saturating_sub(first));
-            if num_tokens > 0 && self.blocks.grow(&mut sequence.blocks, first + num_tokens) {
-                return Room::Tokens(num_tokens);
-            }
-            if !self.preempt_one_younger_than(id) {
-                return Room::Wait;
-            }
-        }
-    }
-
-    /// Sends the most recently arrived running sequence back to the queue, if it arrived after `id` and no step in
-    /// flight uses its blocks; its tokens so far are computed again later.
-    fn preempt_one_younger_than(&mut self, id: SequenceId) -> bool {
-        let Some(last) = self.running.last_entry() else {
-            return false;
-        };
-        if *last.key() <= id || last.get().num_steps_in_flight > 0 {
-            return false;
-        }
-        let (victim, mut sequence) = last.remove_entry();
-        tracing::debug!(
-            sequence_id = victim,
-            tenant = &*sequence.tenant.name,
-            num_tokens = sequence.tokens.len(),
-            "preempted"
-        );
-        sequence.release(&mut self.blocks);
-        self.waiting.insert(victim, sequence);
-        self.num_preemptions += 1;
-        true
     }
 }
 
-/// Whether all tokens of `candidate` find blocks beside what the running sequences still need for theirs, with a
-/// reserve of one block for each of these to grow into: a sequence that is admitted too early is soon preempted.
-fn admissible(blocks: &BlockManager, running: &BTreeMap<SequenceId, Sequence>, candidate: &mut Sequence) -> bool {
-    let missing = |sequence: &Sequence| blocks.blocks_for(sequence.tokens.len()).saturating_sub(sequence.blocks.len());
-    let promised: usize = running.values().filter(|sequence| !sequence.is_cancelled).map(missing).sum();
-    let wanted = promised + running.len() + missing(candidate);
-    wanted <= blocks.num_free() || wanted - candidate.num_shareable_for_nothing(blocks) <= blocks.num_free()
+fn is_prompt(sequence: &&Sequence) -> bool {
+    sequence.is_ready() && !sequence.is_decoding()
 }
 
 impl Forming {

@@ -2,7 +2,7 @@
 //! For: the scheduler. Invariant: tokens `[0, num_scheduled_tokens)` have been given to the ranks under the present
 //! blocks; while the next token is being sampled nothing of the sequence can be scheduled.
 
-use std::time::Instant;
+use std::{ops::Range, time::Instant};
 
 use lockstep_proto::prefix::BlockHash;
 
@@ -20,6 +20,8 @@ pub(super) struct Sequence {
     num_earlier_tokens: usize,
     /// Tokens given to the ranks, by this sequence or by those that it shares blocks with; back to 0 at preemption.
     pub(super) num_scheduled_tokens: usize,
+    /// The most that were ever given to them.
+    num_served_tokens: usize,
     /// In order of position.
     pub(super) blocks: Vec<u32>,
     /// What stands before the first block.
@@ -67,6 +69,7 @@ impl Sequence {
             num_prompt_tokens: prompt.len(),
             num_earlier_tokens: output.len(),
             num_scheduled_tokens: 0,
+            num_served_tokens: 0,
             blocks: Vec::new(),
             names: Vec::new(),
             num_published: 0,
@@ -97,6 +100,13 @@ impl Sequence {
     /// Whether it can be part of the next step, if it gets blocks.
     pub(super) fn is_ready(&self) -> bool {
         !self.is_sampling && !self.is_cancelled && self.num_outstanding_tokens() > 0
+    }
+
+    /// How many tokens of `range` are computed for the first time: what a preemption costs is not its tenant's.
+    pub(super) fn count_new_tokens(&mut self, range: Range<usize>) -> usize {
+        let num_tokens = range.end.saturating_sub(range.start.max(self.num_served_tokens));
+        self.num_served_tokens = self.num_served_tokens.max(range.end);
+        num_tokens
     }
 
     /// Notes that it was given work; says whether that is its first.

@@ -1,5 +1,6 @@
 //! The engine against a fake model: random arrivals, cancellations, tiny caches and pipelines.
 
+mod fairness;
 pub mod fake_model;
 
 use std::{
@@ -138,9 +139,10 @@ fn random_request() -> impl Strategy<Value = SequenceRequest> {
     let begins_alike = (0u32..3, 1usize..60).prop_map(|(first, length)| (first..first + length as u32).collect());
     let prompt = prop_oneof![others, begins_alike];
     let filters = (prop_oneof![Just(0.0f32), 0.3f32..2.0], prop_oneof![Just(1.0f32), 0.2f32..0.99], 0usize..12);
-    (prompt, 1usize..50, filters, any::<u64>(), any::<bool>(), any::<bool>()).prop_map(
-        |(prompt, max_tokens, (temperature, top_p, top_k), seed, is_penalized, has_stop)| {
+    (prompt, 1usize..50, filters, any::<u64>(), any::<bool>(), any::<bool>(), 1u32..5).prop_map(
+        |(prompt, max_tokens, (temperature, top_p, top_k), seed, is_penalized, has_stop, weight)| {
             let mut request = request(prompt, max_tokens);
+            request.tenant = Tenant { name: weight.to_string().into(), weight, is_isolated: false };
             let sampling = &mut request.sampling;
             (sampling.temperature, sampling.top_p, sampling.top_k) = (temperature, top_p, top_k);
             sampling.seed = seed;

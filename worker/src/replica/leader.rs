@@ -51,7 +51,8 @@ pub(super) struct Submission {
 /// The engine's inbox: room for everything that may be admitted, and for the results of the steps in flight.
 pub(super) fn inbox(spec: &ReplicaSpec) -> (SyncSender<Event>, Receiver<Event>) {
     let num_results = spec.plan.world_size() * (spec.plan.stages.len() + 1);
-    sync_channel(spec.max_waiting_sequences + spec.max_num_sequences + num_results + 1)
+    // Twice as many may wait where several tenants do.
+    sync_channel(2 * spec.max_waiting_sequences + spec.max_num_sequences + num_results + 1)
 }
 
 /// Submits sequences to the engine's thread.
