@@ -51,7 +51,7 @@ sanitize() {
         for tool in memcheck racecheck; do
             case $executable in *_long) continue ;; esac
             # Tests of errors ask for what the driver refuses: that is no finding.
-            LOCKSTEP_TEST_FEW=1 LIMIT=${SANITIZE_SECONDS:-120} run_tests "$executable" \
+            LOCKSTEP_TEST_FEW=1 LIMIT=${SANITIZE_SECONDS:-300} run_tests "$executable" \
                 "$results/logs/${tool}_$(basename "$executable")" 1 \
                 "$sanitizer" --tool "$tool" --report-api-errors no --error-exitcode 9 &
             runs+=("${tool}_$(basename "$executable") $!")

@@ -4,17 +4,18 @@
 #![allow(clippy::unwrap_used, missing_docs, reason = "a failure is what a test reports")]
 
 mod blocks;
+mod gpu;
 mod steps;
 
 use blocks::random_matrix;
 use lockstep_formats::{Dtype, GgmlType};
 use lockstep_kernels::{
     Device, KernelError,
-    cuda::{CudaDevice, KernelCache, matmul::MAX_MATVEC_TOKENS},
+    cuda::{CudaDevice, matmul::MAX_MATVEC_TOKENS},
     ops::Epilogue,
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
-use steps::{EIGHT_BIT_TOLERANCE, HIDDEN, MAX_TOKENS, Model, SPEC, batch, compare};
+use steps::{EIGHT_BIT_TOLERANCE, HIDDEN, LAYERS, MAX_TOKENS, Model, SPEC, batch, compare};
 
 /// Largest error of a row, relative to its size, where tensor cores multiply f16 weights and activations, each rounded by
 /// up to 2^-11: the oracle, its operands rounded so, parts from itself by 0.4 % in the worst of 40 rows, and by 1 % in that
@@ -23,8 +24,13 @@ const HALF_TOLERANCE: f64 = 2e-2;
 /// With queries and weights of attention in bf16, rounded by up to 2^-9 each.
 const BFLOAT_TOLERANCE: f64 = 5e-2;
 
+/// The first GPU.
+fn open() -> CudaDevice {
+    CudaDevice::new(0, gpu::cache()).unwrap()
+}
+
 fn compare_with_the_oracles(is_reduced_on_host: bool, dtype: Dtype) {
-    let device = CudaDevice::new(0, KernelCache::default()).unwrap();
+    let device = open();
     let half = if dtype == Dtype::F16 { HALF_TOLERANCE } else { BFLOAT_TOLERANCE };
     let tolerance = |num_rows| if num_rows <= MAX_MATVEC_TOKENS { EIGHT_BIT_TOLERANCE } else { half };
     compare(device, MAX_MATVEC_TOKENS, is_reduced_on_host, dtype, tolerance);
@@ -48,7 +54,7 @@ fn steps_of_ranks_that_meet_on_the_host_agree_with_the_oracles() {
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn a_replayed_step_gives_the_bits_of_a_launched_one() {
-    let mut model = Model::new(CudaDevice::new(0, KernelCache::default()).unwrap(), false, Dtype::F16);
+    let mut model = Model::new(open(), false, Dtype::F16);
     let tables: Vec<Vec<u32>> = (0..3).map(|sequence| (10 * sequence..10 * sequence + 10).collect()).collect();
     let prompts: Vec<_> = [20, 3, 50].into_iter().map(|len| ((0..len).collect(), 0)).collect();
     model.step(&batch(&prompts[..2], &tables));
@@ -63,12 +69,35 @@ fn a_replayed_step_gives_the_bits_of_a_launched_one() {
     }
 }
 
+/// Norm, QKV, attention with rotation and store, its output, norm, gate and up, down: seven launches a layer, of one
+/// sequence and of several. Around the layers are the embedding, the sampled rows, their norm, the head, and two kernels of
+/// the sampler.
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn a_layer_of_a_decode_step_is_seven_launches() {
+    let mut model = Model::new(open(), false, Dtype::F16);
+    let tables: Vec<Vec<u32>> = (0..3).map(|sequence| (10 * sequence..10 * sequence + 10).collect()).collect();
+    model.step(&batch(&[((0..9).collect(), 0), (vec![1], 0), ((0..30).collect(), 0)], &tables));
+    let mut position = [9, 1, 30];
+    for num_sequences in [1, 3] {
+        // Producers make what was asked for at the step before.
+        let launches = [(); 2].map(|()| {
+            let decodes: Vec<_> = position[..num_sequences].iter().map(|position| (vec![5], *position)).collect();
+            position.iter_mut().for_each(|position| *position += 1);
+            let before = model.device.gpu().num_launches();
+            model.step(&batch(&decodes, &tables));
+            model.device.gpu().num_launches() - before
+        });
+        assert_eq!(launches[1], (7 * LAYERS + 6) as u64, "{num_sequences} sequences");
+    }
+}
+
 /// One tensor is read as bf16 by one layer, and by another one as 8-bit tiles or, of many tokens, as f16: what was made
 /// for one is never taken for the other.
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn readers_of_different_forms_get_their_own() {
-    let mut device = CudaDevice::new(0, KernelCache::default()).unwrap();
+    let mut device = open();
     let layers = [GgmlType::BF16, GgmlType::Q4_K]
         .map(|ggml_type| device.linear(vec![random_matrix(ggml_type, 64, HIDDEN, 3)]).unwrap());
     let norm = device.vector(&[1.0; HIDDEN]).unwrap();
@@ -99,7 +128,7 @@ fn readers_of_different_forms_get_their_own() {
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn a_rehearsal_computes_nothing_and_leaves_nothing_to_load() {
-    let model = || Model::new(CudaDevice::new(0, KernelCache::default()).unwrap(), false, Dtype::F16);
+    let model = || Model::new(open(), false, Dtype::F16);
     let tables: Vec<Vec<u32>> = (0..3).map(|sequence| (10 * sequence..10 * sequence + 10).collect()).collect();
     let steps = [
         batch(&[((0..20).collect(), 0), (vec![5], 0), ((0..40).collect(), 0)], &tables),
@@ -119,7 +148,7 @@ fn a_rehearsal_computes_nothing_and_leaves_nothing_to_load() {
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn a_cache_in_f32_is_refused_by_name() {
-    let device = CudaDevice::new(0, KernelCache::default()).unwrap();
+    let device = open();
     let message = device.kv_cache(SPEC, Dtype::F32).map(drop).unwrap_err().to_string();
     assert!(message.contains("f32") && message.contains(device.name()), "{message}");
 }

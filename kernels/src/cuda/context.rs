@@ -5,7 +5,10 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use cudarc::{
@@ -60,6 +63,7 @@ pub struct Gpu {
     modules: Mutex<HashMap<ModuleKey, Arc<CudaModule>>>,
     pub(super) rehearsal: Rehearsal,
     pub(super) pool: Pool,
+    pub(super) num_launches: AtomicU64,
     /// Groups of GPUs that its work may wait for.
     pub(super) communicators: Mutex<Vec<Weak<CudaCommunicator>>>,
 }
@@ -88,6 +92,7 @@ impl Gpu {
             modules: Mutex::default(),
             rehearsal: Rehearsal::default(),
             pool: Pool::default(),
+            num_launches: AtomicU64::default(),
             communicators: Mutex::default(),
             context,
             stream,
@@ -121,6 +126,11 @@ impl Gpu {
     /// What the pool of scratch memory did so far.
     pub fn pool_statistics(&self) -> PoolStatistics {
         self.pool.statistics()
+    }
+
+    /// Kernels that were launched or recorded so far, those of libraries not counted.
+    pub fn num_launches(&self) -> u64 {
+        self.num_launches.load(Ordering::Relaxed)
     }
 
     /// What tells it from every other GPU.

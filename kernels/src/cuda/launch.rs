@@ -3,7 +3,7 @@
 //! Invariant: every launch lets the GPU overlap it with the kernel before (programmatic dependent launch), so every
 //! kernel calls `wait_for_previous` (`launch.cuh`) in every block before it touches what other kernels write.
 
-use std::ffi::c_void;
+use std::{ffi::c_void, sync::atomic::Ordering};
 
 use cudarc::driver::{
     CudaFunction,
@@ -235,7 +235,9 @@ impl Kernel {
         // promise.
         unsafe { cuLaunchKernelEx(&raw const config, function, parameters.as_mut_ptr(), std::ptr::null_mut()) }
             .result()
-            .map_err(gpu.failed(self.name))
+            .map_err(gpu.failed(self.name))?;
+        gpu.num_launches.fetch_add(1, Ordering::Relaxed);
+        Ok(())
     }
 }
 
