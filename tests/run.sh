@@ -41,6 +41,21 @@ if [ -z "$LOCKSTEP_TEST_BROWSER" ]; then
 fi
 export LOCKSTEP_TEST_BROWSER
 
+# Metrics are scraped by Prometheus itself, some 20 MB from Debian, with promtool beside it. Unpacked, not installed:
+# the package would start a service.
+prometheus=$(pwd)/target/prometheus
+LOCKSTEP_TEST_PROMETHEUS=$(command -v prometheus || command -v "$prometheus/usr/bin/prometheus" || true)
+if [ -z "$LOCKSTEP_TEST_PROMETHEUS" ]; then
+    command -v apt-get >/dev/null || fail "no prometheus on the PATH: install it with its promtool"
+    say "Prometheus through apt-get"
+    $([ "$(id -u)" = 0 ] || echo sudo) apt-get -qq update
+    rm -rf "$prometheus" && mkdir -p "$prometheus"
+    (cd "$prometheus" && apt-get -qq download prometheus && dpkg-deb --extract prometheus_*.deb .) ||
+        fail "cannot fetch prometheus: install it with its promtool"
+    LOCKSTEP_TEST_PROMETHEUS=$prometheus/usr/bin/prometheus
+fi
+export LOCKSTEP_TEST_PROMETHEUS
+
 # The kernels of the GPU backends are compiled for all architectures, which needs the compiler but no GPU.
 features="lockstep-cli/cuda"
 nvrtc=$("$LOCKSTEP_TEST_PYTHON" -c \

@@ -51,6 +51,11 @@ impl Admission {
         self.limit - self.permits.available_permits().min(self.limit)
     }
 
+    /// Most requests at once.
+    pub fn limit(&self) -> usize {
+        self.limit
+    }
+
     /// Whether requests are still admitted.
     pub fn is_open(&self) -> bool {
         !self.is_closed.load(Ordering::Acquire)

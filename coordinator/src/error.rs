@@ -45,6 +45,9 @@ pub enum CoordinatorError {
         /// Cause.
         reason: String,
     },
+    /// A metric cannot be what it is defined as.
+    #[error("metrics: {0}")]
+    Metrics(#[source] lockstep_telemetry::metrics::MetricError),
 }
 
 /// Why a request was refused or ended early.

@@ -21,7 +21,8 @@ use crate::{CoordinatorConfig, CoordinatorError};
 /// Paths of the service that is for members.
 const MEMBERS_PATH: &str = "/lockstep.v1.Cluster/";
 
-/// Certificates, and what may go without.
+/// Certificates, and what may go without: by default none, and only what stays on this machine.
+#[derive(Default)]
 pub struct Security {
     clients: Option<ServerTls>,
     members: Option<ClusterTls>,

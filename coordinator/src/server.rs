@@ -54,13 +54,13 @@ pub async fn run(
     let planner = Planner::start(planner_config, Arc::new(registry.clone()), closing.clone());
     let router = Router::new(planner.models());
     let admission = Admission::new(config.max_concurrent_requests);
-    let metrics = Arc::new(Metrics::default());
+    let metrics = Arc::new(Metrics::new().map_err(CoordinatorError::Metrics)?);
     let (reporter, health_service) = tonic_health::server::health_reporter();
 
     let intake = Intake {
         admission: admission.clone(),
         router: router.clone(),
-        metrics: Arc::clone(&metrics),
+        metrics,
         failover_timeout: config.failover_timeout,
     };
     let inference = InferenceService { intake: intake.clone() };
@@ -83,10 +83,6 @@ pub async fn run(
     let routes = Security::guard(security, with_reflection(routes)?.into_axum_router());
     let mut grpc_server = tokio::spawn(serve_grpc(grpc_incoming, routes, &config, closing.clone()));
     let mut http_server = tokio::spawn(serve_http(http_incoming, http::routes(state), closing.clone()));
-    let upkeep_task = tokio::spawn({
-        let closing = closing.clone();
-        async move { metrics.keep_up(closing).await }
-    });
     let health_task = tokio::spawn(health::follow(reporter.clone(), admission.clone(), router));
     tracing::info!(%grpc_address, %http_address, "coordinator serves");
     ready(grpc_address, http_address);
@@ -106,8 +102,6 @@ pub async fn run(
     closing.cancel();
     close(grpc_server).await;
     close(http_server).await;
-    // It ends with `closing`; only a panic could be reported here.
-    let _ = upkeep_task.await;
     Ok(())
 }
 

@@ -23,6 +23,15 @@ pub struct DeviceInfo {
     pub operations_per_second: f64,
 }
 
+/// Memory that operations take for the time of a step, beside tensors, weights and KV cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Scratch {
+    /// Taken now.
+    pub used_bytes: usize,
+    /// Most that was ever taken at a time.
+    pub high_water_bytes: usize,
+}
+
 /// Sizes of a paged KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvCacheSpec {
@@ -51,6 +60,11 @@ pub trait Device: Send + 'static {
 
     /// Kind and model, as in [`DeviceInfo::name`].
     fn name(&self) -> &str;
+
+    /// Scratch memory of its operations, if it counts that.
+    fn scratch(&self) -> Scratch {
+        Scratch::default()
+    }
 
     /// A zeroed tensor `[max_tokens, width]`.
     ///

@@ -20,6 +20,14 @@ pub fn browser() -> anyhow::Result<PathBuf> {
     path_of("LOCKSTEP_TEST_BROWSER")
 }
 
+/// A Prometheus, with its promtool beside it: `LOCKSTEP_TEST_PROMETHEUS`.
+///
+/// # Errors
+/// If it is not set or names no file.
+pub fn prometheus() -> anyhow::Result<PathBuf> {
+    path_of("LOCKSTEP_TEST_PROMETHEUS")
+}
+
 /// A Python with llama.cpp, grpcio, openai and playwright: `LOCKSTEP_TEST_PYTHON`.
 ///
 /// # Errors

@@ -1,7 +1,8 @@
 //! Harness of the end-to-end tests: real processes of the one binary, a real model, clients over gRPC.
 //!
 //! - [`environment`]: where the binary, the model and Python are. [`cluster`]: `lockstep up`. [`process`]: programs that
-//!   end by themselves. [`client`]: requests. [`certificates`]: for TLS. [`agreement`]: two implementations fed the same tokens.
+//!   end by themselves. [`client`]: requests. [`http`]: plain HTTP. [`certificates`]: for TLS.
+//!   [`agreement`]: two implementations fed the same tokens.
 //!
 //! The scenarios are in `tests/tests/scenarios`. `tests/run.sh` sets up what they need.
 //! Invariants: every process that a test starts ends with the test; one cluster runs at a time in a checkout, so that
@@ -14,6 +15,7 @@ pub mod certificates;
 pub mod client;
 pub mod cluster;
 pub mod environment;
+pub mod http;
 pub mod process;
 
 pub use client::{Client, Output};

@@ -22,6 +22,8 @@ pub struct WorkerConfig {
     pub listen: SocketAddr,
     /// Where rank links listen (port 0: any).
     pub rank_listen: SocketAddr,
+    /// Where liveness, readiness and metrics are asked for over HTTP (port 0: any).
+    pub http_listen: SocketAddr,
     /// Host name or address under which others reach this worker.
     pub advertise_host: String,
     /// Devices (ranks) of this worker.

@@ -61,6 +61,9 @@ pub enum WorkerError {
     /// The process itself failed: its server, a thread.
     #[error("worker: {0}")]
     Server(String),
+    /// A metric cannot be what it is defined as.
+    #[error("metrics: {0}")]
+    Metrics(#[from] lockstep_telemetry::metrics::MetricError),
     /// A setting is wrong.
     #[error("{field}: {problem}")]
     Config {

@@ -7,6 +7,7 @@
 //! - [`collective`]: how ranks meet: TCP links, all-reduce, send/receive, with deadlines and epochs.
 //! - [`replica`]: puts the above together for one plan.
 //! - [`devices`]: which devices the ranks own.
+//! - [`metrics`]: what is counted.
 //! - [`service`], [`registration`], [`config`]: gRPC, lease, settings.
 
 #![forbid(unsafe_code)]
@@ -16,6 +17,7 @@ pub mod config;
 pub mod devices;
 pub mod engine;
 pub mod error;
+pub mod metrics;
 pub mod rank;
 pub mod registration;
 pub mod replica;

@@ -40,6 +40,8 @@ pub struct Generation {
     queue_ms: Option<f64>,
     /// Prompt tokens that the first replica which yielded had computed before.
     cached_tokens: Option<u32>,
+    /// Tokens received.
+    num_tokens: u64,
     released_tokens: u32,
     outcome: &'static str,
 }
@@ -56,7 +58,7 @@ impl Generation {
         output: Output,
     ) -> Result<Self, RequestError> {
         let attempt = Some(placement.first(model).await?);
-        running.metrics.prompt_tokens.increment(u64::from(running.prompt_tokens));
+        running.metrics.prompt_tokens.inc_by(u64::from(running.prompt_tokens));
         Ok(Self {
             running,
             placement,
@@ -67,6 +69,7 @@ impl Generation {
             last_token: None,
             queue_ms: None,
             cached_tokens: None,
+            num_tokens: 0,
             released_tokens: 0,
             outcome: Class::Cancelled.reason(),
         })
@@ -118,11 +121,11 @@ impl Generation {
         let metrics = &self.running.metrics;
         let silence = now - self.last_token.unwrap_or(self.running.accepted);
         match self.last_token {
-            None => metrics.ttft.record(silence),
-            Some(_) => metrics.inter_token.record(silence),
+            None => metrics.ttft.observe(silence.as_secs_f64()),
+            Some(_) => metrics.inter_token.observe(silence.as_secs_f64()),
         }
         if self.placement.take_has_moved() {
-            metrics.stream_gap.record(silence);
+            metrics.stream_gap.observe(silence.as_secs_f64());
         }
         if let Some(queue_ms) = tokens.queue_ms {
             self.note_queue_ms(queue_ms);
@@ -130,7 +133,8 @@ impl Generation {
         self.note_cached_tokens(tokens.cached_tokens);
         self.first_token.get_or_insert(now);
         self.last_token = Some(now);
-        self.running.metrics.completion_tokens.increment(tokens.token_ids.len() as u64);
+        self.num_tokens += tokens.token_ids.len() as u64;
+        self.running.metrics.completion_tokens.inc_by(tokens.token_ids.len() as u64);
         self.placement.record(&tokens.token_ids);
 
         let mut delta = v1::Delta::default();
@@ -153,7 +157,7 @@ impl Generation {
     fn note_cached_tokens(&mut self, cached_tokens: u32) {
         if self.cached_tokens.is_none() {
             self.cached_tokens = Some(cached_tokens);
-            self.running.metrics.cached_prompt_tokens.increment(cached_tokens.into());
+            self.running.metrics.cached_prompt_tokens.inc_by(cached_tokens.into());
         }
     }
 
@@ -181,6 +185,7 @@ impl Generation {
             completion_tokens: self.released_tokens,
             cached_tokens: self.cached_tokens.unwrap_or_default(),
         };
+        self.measure(&timings);
         self.outcome = match reason {
             v1::FinishReason::Stop => "stop",
             v1::FinishReason::Length => "length",
@@ -190,6 +195,14 @@ impl Generation {
         self.finish = Some(v1::Finish { reason: reason.into(), usage: Some(usage), timings: Some(timings) });
     }
 
+    fn measure(&self, timings: &v1::Timings) {
+        let metrics = &self.running.metrics;
+        metrics.queue_seconds.observe(timings.queue_ms / 1e3);
+        if self.num_tokens > 1 {
+            metrics.time_per_output_token.observe(timings.decode_ms / 1e3 / (self.num_tokens - 1) as f64);
+        }
+    }
+
     fn response(&self, event: Event) -> v1::GenerateResponse {
         v1::GenerateResponse { request_id: self.running.request_id.clone(), event: Some(event) }
     }
@@ -197,6 +210,8 @@ impl Generation {
 
 impl Drop for Generation {
     fn drop(&mut self) {
-        self.running.metrics.count_request(self.outcome);
+        let Running { metrics, accepted, .. } = &self.running;
+        metrics.count_request(self.outcome);
+        metrics.request_seconds.observe(accepted.elapsed().as_secs_f64());
     }
 }

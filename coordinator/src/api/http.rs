@@ -1,12 +1,22 @@
 //! The HTTP front: health, readiness, metrics, the OpenAI API ([`openai`]) and the status page ([`page`]).
 
-use std::{sync::Arc, time::SystemTime};
+use std::{
+    sync::{Arc, Mutex},
+    time::SystemTime,
+};
 
-use axum::{Router as Routes, extract::State, http::StatusCode, routing::get};
+use axum::{Json, Router as Routes, extract::State, routing::get};
+use lockstep_proto::v1::WorkerHello;
+use lockstep_telemetry::http::Probe;
+use serde_json::{Value, json};
 use tokio::sync::watch;
 
-use super::{health::readiness, intake::Intake, openai, page, status::engine_status};
-use crate::{cluster::Workers, security::Security};
+use super::{intake::Intake, openai, page};
+use crate::{
+    cluster::{WorkerRecord, Workers},
+    metrics::CoordinatorProbe,
+    security::Security,
+};
 
 /// What the handlers read.
 #[derive(Clone)]
@@ -23,32 +33,28 @@ pub struct HttpState {
 
 /// Every path of the front.
 pub fn routes(state: HttpState) -> Routes {
+    let probe: Arc<dyn Probe> = Arc::new(CoordinatorProbe {
+        metrics: Arc::clone(&state.intake.metrics),
+        admission: state.intake.admission.clone(),
+        router: state.intake.router.clone(),
+        security: Arc::clone(&state.security),
+        workers: state.workers.clone(),
+        scrape: Mutex::default(),
+    });
     Routes::new()
-        .route("/healthz", get(|| async { "ok\n" }))
-        .route("/readyz", get(readyz))
-        .route("/metrics", get(render_metrics))
+        .route("/prometheus/workers", get(worker_targets))
+        .merge(lockstep_telemetry::http::routes(probe))
         .merge(openai::routes())
         .merge(page::routes())
         .with_state(state)
 }
 
-async fn readyz(State(state): State<HttpState>) -> (StatusCode, String) {
-    match readiness(&state.intake.admission, &state.intake.router) {
-        Ok(()) => (StatusCode::OK, "ready\n".into()),
-        Err(reason) => (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")),
-    }
-}
-
-async fn render_metrics(State(state): State<HttpState>) -> ([(&'static str, &'static str); 1], String) {
-    let models = state.intake.router.models();
+/// Where Prometheus finds the metrics of the live workers, in the form of its `http_sd_configs`.
+async fn worker_targets(State(state): State<HttpState>) -> Json<Value> {
     let live = Arc::clone(&state.workers.borrow());
-    let engines: Vec<_> = models
-        .values()
-        .flat_map(|model| &model.replicas)
-        .filter_map(|replica| engine_status(replica, &live).map(|engine| (replica.model.clone(), engine)))
-        .collect();
-    let metrics = &state.intake.metrics;
-    metrics.set_expiries(&state.security.expiries());
-    let text = metrics.render(state.intake.admission.num_running(), live.len(), &models, &engines);
-    ([("content-type", "text/plain; version=0.0.4")], text)
+    let group = |record: &WorkerRecord| {
+        let WorkerHello { worker_id, http_address, .. } = &*record.hello;
+        json!({"targets": [http_address], "labels": {"worker": worker_id}})
+    };
+    Json(live.values().filter(|record| !record.hello.http_address.is_empty()).map(|record| group(record)).collect())
 }

@@ -137,7 +137,7 @@ impl Placement {
             match self.try_on(load).await {
                 Ok(attempt) => {
                     self.has_moved = true;
-                    self.failover.metrics.moved_requests.increment(1);
+                    self.failover.metrics.moved_requests.inc();
                     let (request_id, model, replica) =
                         (&self.request.request_id, &self.request.model, attempt.replica());
                     let (plan_epoch, waited) = (replica.plan_epoch, begin.elapsed());

@@ -80,7 +80,11 @@ fn check_hello(hello: &v1::WorkerHello) -> Result<(), Status> {
     if hello.worker_id.is_empty() || hello.worker_id.len() > MAX_ID_BYTES {
         return refuse(format!("worker_id has {} bytes, allowed are 1 to {MAX_ID_BYTES}", hello.worker_id.len()));
     }
-    for (field, address) in [("address", &hello.address), ("rank_address", &hello.rank_address)] {
+    let mut addresses = vec![("address", &hello.address), ("rank_address", &hello.rank_address)];
+    if !hello.http_address.is_empty() {
+        addresses.push(("http_address", &hello.http_address));
+    }
+    for (field, address) in addresses {
         let port = address.rsplit_once(':').and_then(|(_, port)| port.parse::<u16>().ok());
         if port.is_none_or(|port| port == 0) {
             return refuse(format!("{field} is {address:?}, expected host:port"));

@@ -6,7 +6,7 @@ use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus,
 
 use crate::{
     http::get,
-    stub::{BAD_SOURCE, Coordinator, StubWorker, cluster, config, eventually, request},
+    stub::{BAD_SOURCE, Coordinator, HTTP_ADDRESS, StubWorker, cluster, config, eventually, request},
 };
 
 async fn load(
@@ -167,12 +167,20 @@ async fn health_and_http_follow_the_model() {
 
     let stream = coordinator.inference().await.generate(request(3)).await.unwrap();
     crate::stub::collect(stream.into_inner()).await.unwrap();
+    let targets = get(&coordinator, "/prometheus/workers").await.json();
+    assert_eq!(targets, serde_json::json!([{"targets": [HTTP_ADDRESS], "labels": {"worker": "w0"}}]));
+
     let metrics = get(&coordinator, "/metrics").await.body;
     for line in [
         "lockstep_coordinator_requests_total{outcome=\"length\"} 1",
         "lockstep_coordinator_completion_tokens_total 3",
         "lockstep_coordinator_time_to_first_token_seconds_count 1",
         "lockstep_coordinator_inter_token_seconds_count 2",
+        "lockstep_coordinator_time_per_output_token_seconds_count 1",
+        "lockstep_coordinator_queue_seconds_count 1",
+        "lockstep_coordinator_request_seconds_count 1",
+        "lockstep_coordinator_replicas{model=\"stub-model\",state=\"ready\"} 1",
+        "lockstep_coordinator_outstanding_tokens{model=\"stub-model\",replica=\"0\"} 0",
     ] {
         assert!(metrics.contains(line), "{line} is not in {metrics}");
     }

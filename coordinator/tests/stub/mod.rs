@@ -40,6 +40,8 @@ use tonic::{
 pub const MAX_TOKENS: usize = 512;
 /// Model name in the tests.
 pub const MODEL: &str = "stub-model";
+/// Where the stubs say that their metrics are.
+pub const HTTP_ADDRESS: &str = "stub-host:7072";
 /// A source that the stub cannot describe.
 pub const BAD_SOURCE: &str = "/models/none.gguf";
 
@@ -291,6 +293,7 @@ impl StubWorker {
                 dtype: String::new(),
             }],
             version: "0".into(),
+            http_address: HTTP_ADDRESS.into(),
         };
         let registration = tokio::spawn(register(hello, coordinator, Arc::clone(&state), stop.clone()));
         Self { state, address, registration, _stop: stop.drop_guard() }

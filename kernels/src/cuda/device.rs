@@ -10,7 +10,7 @@ use lockstep_formats::Dtype;
 
 use super::{
     Activations, CollectiveCall, CudaCommunicator, CudaKvCache, CudaTensor, DeviceBuffer, Gpu, HalfType, KernelCache,
-    Staging,
+    PoolStatistics, Staging,
     add::AddCall,
     attention::{AttentionCall, Batch},
     call::Call,
@@ -26,7 +26,7 @@ use super::{
 use crate::{
     Device, KernelError,
     cpu::{self, Team},
-    device::KvCacheSpec,
+    device::{KvCacheSpec, Scratch},
     group::{Collective, Exchange, Group, Sum},
     ops::{Attention, Candidates, Epilogue, HostMatrix, RopeAndStore, RopeTable, SampleRow},
 };
@@ -208,6 +208,11 @@ impl Device for CudaDevice {
 
     fn name(&self) -> &str {
         &self.name
+    }
+
+    fn scratch(&self) -> Scratch {
+        let PoolStatistics { used_bytes, high_water_bytes, .. } = self.gpu.pool_statistics();
+        Scratch { used_bytes, high_water_bytes }
     }
 
     fn tensor(&self, max_tokens: usize, width: usize) -> Result<CudaTensor, KernelError> {

@@ -9,10 +9,11 @@ use lockstep_tests::environment;
 use serde_json::Value;
 
 /// Crate → the crates of this workspace that it may depend on (tests' dependencies aside).
-const MAY_KNOW: [(&str, &[&str]); 10] = [
+const MAY_KNOW: [(&str, &[&str]); 11] = [
     ("lockstep-formats", &[]),
     ("lockstep-proto", &[]),
     ("lockstep-transport", &[]),
+    ("lockstep-telemetry", &[]),
     ("lockstep-sharding", &["lockstep-formats"]),
     ("lockstep-kernels", &["lockstep-formats"]),
     ("lockstep-model", &["lockstep-formats", "lockstep-sharding"]),
@@ -24,10 +25,14 @@ const MAY_KNOW: [(&str, &[&str]); 10] = [
             "lockstep-model",
             "lockstep-sharding",
             "lockstep-kernels",
+            "lockstep-telemetry",
             "lockstep-transport",
         ],
     ),
-    ("lockstep-coordinator", &["lockstep-proto", "lockstep-model", "lockstep-sharding", "lockstep-transport"]),
+    (
+        "lockstep-coordinator",
+        &["lockstep-proto", "lockstep-model", "lockstep-sharding", "lockstep-telemetry", "lockstep-transport"],
+    ),
     (
         "lockstep-cli",
         &[
@@ -36,6 +41,7 @@ const MAY_KNOW: [(&str, &[&str]); 10] = [
             "lockstep-model",
             "lockstep-sharding",
             "lockstep-kernels",
+            "lockstep-telemetry",
             "lockstep-transport",
             "lockstep-worker",
             "lockstep-coordinator",

@@ -11,6 +11,7 @@ mod foreign_client;
 mod gpu;
 mod hugging_face;
 mod memory;
+mod metrics;
 mod openai;
 mod oracle;
 mod prompts;

@@ -124,6 +124,6 @@ impl LayerContext<'_> {
         peers: &mut RankPeers<D>,
     ) -> Result<(), WorkerError> {
         let num_tokens = self.batch.num_tokens();
-        peers.with_sum(|sum| device.matmul_add(num_tokens, weight, input, hidden, sum))
+        peers.with_sum(num_tokens, |sum| device.matmul_add(num_tokens, weight, input, hidden, sum))
     }
 }

@@ -3,13 +3,13 @@
 
 use lockstep_kernels::{
     Device,
-    device::KvCacheSpec,
+    device::{KvCacheSpec, Scratch},
     ops::{Candidates, RopeStyle, RopeTable},
 };
 use lockstep_model::ModelConfig;
 
 use super::{
-    Batch, RankPeers, RankShape, StepLimits, Weights,
+    Batch, RankPeers, RankShape, StepLimits, Traffic, Weights,
     decoder::{Activations, LayerContext},
     logits::LogitBuffers,
     rehearsal,
@@ -82,6 +82,16 @@ impl<D: Device> Executor<D> {
     /// [`WorkerError`]: the plan is wrong, the device failed, or another rank did not come. The replica is then broken.
     pub fn execute(&mut self, plan: &StepPlan) -> Result<Option<Vec<Candidates>>, WorkerError> {
         self.parts.execute(&mut self.device, plan)
+    }
+
+    /// What it exchanged with other ranks since this was last asked.
+    pub fn take_traffic(&mut self) -> Traffic {
+        self.parts.peers.take_traffic()
+    }
+
+    /// Scratch memory of its device.
+    pub fn scratch(&self) -> Scratch {
+        self.device.scratch()
     }
 }
 

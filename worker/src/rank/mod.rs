@@ -7,7 +7,7 @@
 //! - [`weights`]: its slices of the checkpoint, on the device.
 //! - [`batch`]: a checked step plan, laid out as the kernels want it.
 //! - [`decoder`]: one layer. [`logits`]: from hidden rows to candidates. [`executor`]: a whole step.
-//! - [`peers`]: the other ranks that a rank meets inside a step. `rehearsal`: the steps that a device prepares for.
+//! - [`peers`]: the other ranks that a rank meets inside a step. [`traffic`]: what it gave to them. `rehearsal`: the steps that a device prepares for.
 
 pub mod batch;
 mod decoder;
@@ -16,10 +16,12 @@ mod logits;
 pub mod peers;
 mod rehearsal;
 pub mod shape;
+pub mod traffic;
 pub mod weights;
 
 pub use batch::{Batch, StepLimits};
 pub use executor::Executor;
 pub use peers::RankPeers;
 pub use shape::RankShape;
+pub use traffic::Traffic;
 pub use weights::Weights;

@@ -9,7 +9,7 @@ use lockstep_kernels::{
 };
 use lockstep_sharding::ReplicaPlan;
 
-use super::RankShape;
+use super::{RankShape, Traffic};
 use crate::{
     WorkerError,
     collective::{Collective, Purpose, RankLinks, TcpCollective},
@@ -45,6 +45,8 @@ pub struct RankPeers<D: Device> {
     group: Option<Party<D>>,
     previous: Option<Party<D>>,
     next: Vec<Party<D>>,
+    hidden_size: usize,
+    traffic: Traffic,
     /// Hosts exchange nothing: the rank prepares alone.
     pub(super) are_silent: bool,
 }
@@ -78,22 +80,41 @@ impl<D: Device> RankPeers<D> {
             .filter(|(position, _)| position % own.len() == shape.tensor_parallel_rank)
             .map(|(_, later)| meet(&[shape.rank, later], Purpose::Pipeline))
             .collect::<Result<_, _>>()?;
-        Ok(Self { group, previous, next, are_silent: false })
+        Ok(Self {
+            group,
+            previous,
+            next,
+            hidden_size: shape.hidden_size,
+            traffic: Traffic::default(),
+            are_silent: false,
+        })
     }
 
-    /// Runs `body` with the way in which the tensor-parallel group adds up.
+    /// What was exchanged since this was last asked.
+    pub(super) fn take_traffic(&mut self) -> Traffic {
+        std::mem::take(&mut self.traffic)
+    }
+
+    /// Runs `body` with the way in which the tensor-parallel group adds up hidden rows.
     ///
     /// # Errors
     /// What `body` returns.
     pub fn with_sum<T>(
         &mut self,
+        num_tokens: usize,
         body: impl FnOnce(Sum<'_, D::Communicator, WorkerError>) -> Result<T, WorkerError>,
     ) -> Result<T, WorkerError> {
+        let traffic = &mut self.traffic;
         match &mut self.group {
             None => body(Sum::Own),
             Some(Party::Hosts(_)) if self.are_silent => body(Sum::Hosts(&mut |_| Ok(()))),
-            Some(Party::Hosts(hosts)) => body(Sum::Hosts(&mut |shares| hosts.all_reduce_sum(shares))),
-            Some(Party::Devices(communicator)) => body(Sum::Devices(communicator)),
+            Some(Party::Hosts(hosts)) => {
+                body(Sum::Hosts(&mut |shares| traffic.over_hosts(shares, |shares| hosts.all_reduce_sum(shares))))
+            }
+            Some(Party::Devices(communicator)) => {
+                traffic.over_devices(num_tokens, self.hidden_size);
+                body(Sum::Devices(communicator))
+            }
         }
     }
 
@@ -102,11 +123,15 @@ impl<D: Device> RankPeers<D> {
     /// # Errors
     /// [`WorkerError::Link`] naming the rank that did not come in time, [`WorkerError::Kernel`].
     pub fn all_reduce(&mut self, device: &mut D, num_tokens: usize, tensor: &mut D::Tensor) -> Result<(), WorkerError> {
+        let traffic = &mut self.traffic;
         match &mut self.group {
             None => Ok(()),
             Some(Party::Hosts(_)) if self.are_silent => Ok(()),
-            Some(Party::Hosts(hosts)) => device.with_host(num_tokens, tensor, |values| hosts.all_reduce_sum(values)),
+            Some(Party::Hosts(hosts)) => device.with_host(num_tokens, tensor, |values| {
+                traffic.over_hosts(values, |values| hosts.all_reduce_sum(values))
+            }),
             Some(Party::Devices(communicator)) => {
+                traffic.over_devices(num_tokens, self.hidden_size);
                 Ok(device.collective(num_tokens, tensor, DeviceCollective::AllReduce, communicator)?)
             }
         }
@@ -123,10 +148,11 @@ impl<D: Device> RankPeers<D> {
         num_tokens: usize,
         hidden: &mut D::Tensor,
     ) -> Result<(), WorkerError> {
+        let traffic = &mut self.traffic;
         match &mut self.previous {
-            Some(Party::Hosts(hosts)) if !self.are_silent => {
-                device.with_host(num_tokens, hidden, |hidden| hosts.receive(EARLIER, hidden))
-            }
+            Some(Party::Hosts(hosts)) if !self.are_silent => device.with_host(num_tokens, hidden, |hidden| {
+                traffic.over_hosts(hidden, |hidden| hosts.receive(EARLIER, hidden))
+            }),
             _ => Ok(()),
         }
     }
@@ -143,6 +169,7 @@ impl<D: Device> RankPeers<D> {
     ) -> Result<(), WorkerError> {
         match &self.previous {
             Some(Party::Devices(communicator)) => {
+                self.traffic.over_devices(num_tokens, self.hidden_size);
                 Ok(device.collective(num_tokens, hidden, DeviceCollective::Receive { peer: EARLIER }, communicator)?)
             }
             _ => Ok(()),
@@ -161,6 +188,7 @@ impl<D: Device> RankPeers<D> {
     ) -> Result<(), WorkerError> {
         for next in &self.next {
             if let Party::Devices(communicator) = next {
+                self.traffic.over_devices(num_tokens, self.hidden_size);
                 device.collective(num_tokens, hidden, DeviceCollective::Send { peer: LATER }, communicator)?;
             }
         }
@@ -185,6 +213,9 @@ impl<D: Device> RankPeers<D> {
         if hosts.peek().is_none() || self.are_silent {
             return Ok(());
         }
-        device.with_host(num_tokens, hidden, |hidden| hosts.try_for_each(|hosts| hosts.send(LATER, hidden)))
+        let traffic = &mut self.traffic;
+        device.with_host(num_tokens, hidden, |hidden| {
+            hosts.try_for_each(|hosts| traffic.over_hosts(hidden, |hidden| hosts.send(LATER, hidden)))
+        })
     }
 }

@@ -3,7 +3,7 @@
 //! sequence can become; a receiver that is gone cancels its sequence before the next step.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, VecDeque},
     sync::{
         Arc, Mutex, PoisonError,
         mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel},
@@ -26,6 +26,7 @@ use crate::{
     collective::MessageLink,
     config::engine_spin,
     engine::{Engine, EngineError, EngineStatus, SequenceId, SequenceOutput, SequenceRequest},
+    metrics::{EngineMeter, StepMark},
     step::StepPlan,
 };
 
@@ -117,6 +118,9 @@ pub(super) struct EngineThread {
     /// What the last update yielded; handed out after the next step is under way.
     outputs: Vec<(SequenceId, SequenceOutput)>,
     status: Arc<Mutex<EngineStatus>>,
+    meter: EngineMeter,
+    /// Steps in flight, oldest first.
+    steps: VecDeque<StepMark>,
     max_sequence_tokens: usize,
     /// How long it looks again for the results of a step before it sleeps.
     spin: Duration,
@@ -152,6 +156,8 @@ impl EngineThread {
             sequences: HashMap::new(),
             outputs: Vec::new(),
             status,
+            meter: EngineMeter::new(&spec.metrics, &spec.model, spec.replica),
+            steps: VecDeque::new(),
             max_sequence_tokens: spec.max_sequence_tokens,
             spin: engine_spin(spec.local_ranks().len() * spec.devices.threads_per_rank()),
         };
@@ -189,7 +195,7 @@ impl EngineThread {
                 self.broadcast(plan)?;
             }
             self.hand_out();
-            *self.status.lock().unwrap_or_else(PoisonError::into_inner) = self.engine.status(Instant::now());
+            self.report();
             let spin = if self.engine.has_steps_in_flight() { self.spin } else { Duration::ZERO };
             match receive(&self.events, spin, IDLE_STATUS_INTERVAL) {
                 Ok(event) => self.handle(event)?,
@@ -199,13 +205,23 @@ impl EngineThread {
         }
     }
 
+    fn report(&mut self) {
+        let status = self.engine.status(Instant::now());
+        self.meter.observe(&status);
+        *self.status.lock().unwrap_or_else(PoisonError::into_inner) = status;
+    }
+
     fn handle(&mut self, event: Event) -> Result<(), WorkerError> {
         match event {
             Event::Submit(submission) => self.submit(submission),
             Event::Result { rank, result } => {
                 self.results.add(rank, result)?;
                 while let Some(result) = self.results.next_complete() {
-                    self.outputs.extend(self.engine.update(result, Instant::now()));
+                    let now = Instant::now();
+                    if let Some(step) = self.steps.pop_front() {
+                        self.meter.step(step, now);
+                    }
+                    self.outputs.extend(self.engine.update(result, now));
                 }
             }
             Event::Wake => {}
@@ -225,11 +241,12 @@ impl EngineThread {
     }
 
     fn cancel_abandoned(&mut self) {
-        let engine = &mut self.engine;
+        let (engine, meter) = (&mut self.engine, &self.meter);
         self.sequences.retain(|sequence_id, outputs| {
             let is_abandoned = outputs.is_closed();
             if is_abandoned {
                 engine.cancel(*sequence_id);
+                meter.cancelled.inc();
             }
             !is_abandoned
         });
@@ -238,6 +255,7 @@ impl EngineThread {
     /// Remote ranks first: their way is longer.
     fn broadcast(&mut self, plan: StepPlan) -> Result<(), WorkerError> {
         self.results.expect(&plan);
+        self.steps.push_back(StepMark::new(&plan, Instant::now()));
         for link in &self.remote {
             link.send(&plan)?;
         }
@@ -252,6 +270,7 @@ impl EngineThread {
 
     fn hand_out(&mut self) {
         for (sequence_id, output) in self.outputs.drain(..) {
+            self.meter.output(&output);
             let is_last = matches!(output, SequenceOutput::Finished { .. });
             if let Some(outputs) = self.sequences.get(&sequence_id) {
                 // There is room for all of its outputs; a receiver that is gone is noticed before the next step.

@@ -43,6 +43,7 @@ use crate::{
     collective::{LinkListener, MessageLink},
     devices::LocalDevices,
     engine::EngineConfig,
+    metrics::Metrics,
     rank::StepLimits,
 };
 
@@ -86,6 +87,8 @@ pub struct ReplicaSpec {
     pub devices: LocalDevices,
     /// Longest wait for the others inside an all-reduce before the replica is taken for broken.
     pub collective_timeout: Duration,
+    /// Where the part is counted.
+    pub metrics: Arc<Metrics>,
     /// Ends a load that nobody wants any more.
     pub cancel: CancellationToken,
 }

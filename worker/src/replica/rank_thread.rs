@@ -21,6 +21,7 @@ use crate::{
     collective::{LinkKey, LinkListener, MessageLink, RankLinks, RankLinksConfig},
     config::spin,
     devices::DeviceTask,
+    metrics::RankMeter,
     rank::{Executor, RankPeers, RankShape, weights::WeightLoader},
     step::StepPlan,
 };
@@ -90,6 +91,21 @@ impl DeviceTask for RankTask<'_> {
     }
 }
 
+/// An executor whose steps are counted.
+struct MeteredExecutor<D: Device> {
+    executor: Executor<D>,
+    meter: RankMeter,
+}
+
+impl<D: Device> MeteredExecutor<D> {
+    fn execute(&mut self, plan: &StepPlan) -> Result<Option<Vec<Candidates>>, WorkerError> {
+        let start = Instant::now();
+        let candidates = self.executor.execute(plan)?;
+        self.meter.step(start.elapsed(), &self.executor.take_traffic(), self.executor.scratch());
+        Ok(candidates)
+    }
+}
+
 impl RankThread {
     /// Starts the thread. It lets go of the checkpoint, with all its tokens, before it reports to be ready.
     pub fn spawn(
@@ -140,7 +156,7 @@ impl RankThread {
             if let Some(leader) = &leader {
                 leader.send(&RankMessage::Ready)?;
             }
-            Ok((executor, leader, control))
+            Ok((MeteredExecutor { executor, meter: self.meter()? }, leader, control))
         });
         let (executor, leader, control) = match loaded {
             Ok(loaded) => loaded,
@@ -159,6 +175,13 @@ impl RankThread {
         if let Err(error) = executed {
             self.health.fail(&format!("rank {}: {error}", self.rank));
         }
+    }
+
+    fn meter(&self) -> Result<RankMeter, WorkerError> {
+        let Self { rank, spec, .. } = self;
+        let missing = || WorkerError::Mismatch(format!("it has no rank {rank}"));
+        let (_, plan) = spec.plan.find_rank(*rank).ok_or_else(missing)?;
+        Ok(RankMeter::new(&spec.metrics, &spec.model, spec.replica, plan))
     }
 
     /// Meets the others first: then a peer that dies is noticed while this one loads.
@@ -249,7 +272,7 @@ impl RankThread {
 
     fn obey_channel<D: Device>(
         &self,
-        mut executor: Executor<D>,
+        mut executor: MeteredExecutor<D>,
         plans: &Receiver<Arc<StepPlan>>,
         results: &SyncSender<Event>,
     ) -> Result<(), WorkerError> {
@@ -266,7 +289,7 @@ impl RankThread {
         Ok(())
     }
 
-    fn obey_link<D: Device>(&self, mut executor: Executor<D>, leader: &MessageLink) -> Result<(), WorkerError> {
+    fn obey_link<D: Device>(&self, mut executor: MeteredExecutor<D>, leader: &MessageLink) -> Result<(), WorkerError> {
         loop {
             let plan: StepPlan = leader.receive(None)?;
             if let Some(candidates) = executor.execute(&plan)? {

@@ -139,6 +139,7 @@ impl WorkerService {
             rank_addresses,
             devices: self.0.devices.clone(),
             collective_timeout: config.collective_timeout,
+            metrics: Arc::clone(&self.0.metrics),
             cancel: CancellationToken::new(),
         })
     }

@@ -1,8 +1,9 @@
 //! The worker's gRPC service and its life: bind, register, serve, drain.
 //!
-//! - `grpc`: the service itself. `replicas`: the parts held. `wire`: validation and conversion.
+//! - `grpc`: the service itself. `replicas`: the parts held. `wire`: validation and conversion. `probe`: what HTTP asks.
 
 mod grpc;
+mod probe;
 mod replicas;
 pub(crate) mod wire;
 
@@ -21,13 +22,16 @@ use lockstep_proto::{
     v1::{self, worker_server::WorkerServer},
 };
 use lockstep_sharding::usable_bytes;
-use lockstep_transport::{ClusterTls, Gate, Incoming};
+use lockstep_transport::{ClusterTls, Gate, Incoming, is_local};
 use tokio::net::TcpListener;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::transport::Server;
 
 use self::{grpc::WorkerService, replicas::Replicas};
-use crate::{WorkerConfig, WorkerError, collective::LinkListener, devices::LocalDevices, registration::Registration};
+use crate::{
+    WorkerConfig, WorkerError, collective::LinkListener, devices::LocalDevices, metrics::Metrics,
+    registration::Registration,
+};
 
 /// How often the end of a drain is looked for.
 const DRAIN_POLL: Duration = Duration::from_millis(50);
@@ -40,6 +44,7 @@ pub(crate) struct WorkerState {
     pub devices: LocalDevices,
     pub links: Arc<LinkListener>,
     pub replicas: Replicas,
+    pub metrics: Arc<Metrics>,
     /// One token for each running sequence.
     pub running: TaskTracker,
     is_draining: AtomicBool,
@@ -60,6 +65,11 @@ impl WorkerState {
         self.running.close();
     }
 
+    /// Whether the coordinator holds this worker's registration.
+    pub fn is_registered(&self) -> bool {
+        self.is_registered.load(Ordering::Relaxed)
+    }
+
     /// Notes whether the coordinator holds this worker's registration.
     pub fn set_registered(&self, is_registered: bool) {
         self.is_registered.store(is_registered, Ordering::Relaxed);
@@ -72,23 +82,23 @@ impl WorkerState {
 /// [`WorkerError`] if it cannot start or lost its registration for good.
 pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> Result<(), WorkerError> {
     config.check()?;
-    let listen = config.listen;
-    let bind_error = |source| WorkerError::Bind { address: listen, source };
     let tls = config.cluster_tls.clone().map(ClusterTls::open).transpose()?;
-    let listener = TcpListener::bind(listen).await.map_err(bind_error)?;
-    let address = listener.local_addr().map_err(bind_error)?;
+    let (listener, address) = bind(config.listen).await?;
+    let (http_listener, http_address) = bind(config.http_listen).await?;
     let links = Arc::new(LinkListener::bind(config.rank_listen, tls.clone())?);
     let (devices, infos) = open_devices(&config).await?;
-    let hello = hello(&config, &devices, &infos, address, links.local_addr());
+    let addresses = [address, links.local_addr(), http_address];
+    let hello = hello(&config, &devices, &infos, addresses);
     let names: Vec<&str> = infos.iter().map(|info| info.name.as_str()).collect();
     let reason = devices.reason();
-    tracing::info!(worker_id = config.worker_id, %address, rank_address = %links.local_addr(), devices = ?names, reason, "worker listens");
+    tracing::info!(worker_id = config.worker_id, %address, rank_address = %links.local_addr(), %http_address, devices = ?names, reason, "worker listens");
 
     let state = Arc::new(WorkerState {
         config,
         devices,
         links,
         replicas: Replicas::default(),
+        metrics: Arc::new(Metrics::new()?),
         running: TaskTracker::new(),
         is_draining: AtomicBool::new(false),
         is_registered: AtomicBool::new(false),
@@ -101,6 +111,8 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> Result<()
     }
     let incoming = Incoming::new(listener, Gate::Members(tls.clone()));
     let mut server = tokio::spawn(serve(state.clone(), incoming, stop_serving.clone()));
+    let probes = lockstep_telemetry::http::serve(http_listener, Arc::clone(&state) as _, stop_serving.clone());
+    let mut probes = tokio::spawn(probes);
     let mut registration = Registration::start(state.clone(), hello, tls)?;
 
     let outcome = tokio::select! {
@@ -111,10 +123,12 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> Result<()
         }
         error = registration.lost() => Err(error),
         ended = &mut server => Err(server_error(ended)),
+        ended = &mut probes => Err(server_error(ended)),
     };
     stop_serving.cancel();
     let _ = tokio::time::timeout(CLOSE_TIMEOUT, &mut server).await;
     server.abort();
+    probes.abort();
     registration.stop().await;
     state.replicas.unload_all().await;
     outcome
@@ -138,7 +152,14 @@ async fn serve(
         .await
 }
 
-fn server_error(ended: Result<Result<(), tonic::transport::Error>, tokio::task::JoinError>) -> WorkerError {
+async fn bind(address: SocketAddr) -> Result<(TcpListener, SocketAddr), WorkerError> {
+    let refused = |source| WorkerError::Bind { address, source };
+    let listener = TcpListener::bind(address).await.map_err(refused)?;
+    let local = listener.local_addr().map_err(refused)?;
+    Ok((listener, local))
+}
+
+fn server_error<E: std::fmt::Display>(ended: Result<Result<(), E>, tokio::task::JoinError>) -> WorkerError {
     let what = match ended {
         Ok(Ok(())) => "it ended".to_owned(),
         Ok(Err(error)) => error.to_string(),
@@ -154,7 +175,7 @@ async fn drain(state: &WorkerState) {
     let timeout = state.config.drain_timeout;
     let withdrawn = async {
         state.running.wait().await;
-        while state.is_registered.load(Ordering::Relaxed) && !state.replicas.is_empty() {
+        while state.is_registered() && !state.replicas.is_empty() {
             tokio::time::sleep(DRAIN_POLL).await;
         }
     };
@@ -178,8 +199,7 @@ fn hello(
     config: &WorkerConfig,
     devices: &LocalDevices,
     infos: &[DeviceInfo],
-    address: SocketAddr,
-    rank_address: SocketAddr,
+    [address, rank_address, http_address]: [SocketAddr; 3],
 ) -> v1::WorkerHello {
     let num_devices = infos.len().max(1) as u64;
     let limit = config.memory_bytes;
@@ -202,12 +222,19 @@ fn hello(
             dtype: config.devices.dtype.map_or_else(String::new, |dtype| dtype.to_string()),
         }
     };
+    // Others cannot reach what listens for this machine only, unless they are on it.
+    let is_reached = !is_local(http_address.ip()) || is_local(address.ip());
     v1::WorkerHello {
         worker_id: config.worker_id.clone(),
         address: format!("{}:{}", config.advertise_host, address.port()),
         rank_address: format!("{}:{}", config.advertise_host, rank_address.port()),
         host: config.advertise_host.clone(),
         devices: infos.iter().map(device).collect(),
+        http_address: if is_reached {
+            format!("{}:{}", config.advertise_host, http_address.port())
+        } else {
+            String::new()
+        },
         version: env!("CARGO_PKG_VERSION").to_owned(),
     }
 }

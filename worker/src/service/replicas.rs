@@ -6,6 +6,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Instant,
 };
 
 use futures::{
@@ -20,6 +21,7 @@ use tonic::Status;
 
 use super::wire;
 use crate::{
+    WorkerError,
     collective::LinkListener,
     replica::{Replica, ReplicaSpec},
 };
@@ -33,6 +35,34 @@ pub(crate) struct LoadState {
     pub total_bytes: u64,
     /// Set once, at the end.
     pub outcome: Option<Result<Arc<Replica>, Status>>,
+}
+
+/// What a part is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PartState {
+    /// Its weights are read, or it waits for that.
+    Loading,
+    /// It executes steps.
+    Ready,
+    /// It does not any more, or never could.
+    Broken,
+    /// Its memory is given back.
+    Freeing,
+}
+
+impl PartState {
+    /// Every state.
+    pub const ALL: [Self; 4] = [Self::Loading, Self::Ready, Self::Broken, Self::Freeing];
+
+    /// As a label.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Loading => "loading",
+            Self::Ready => "ready",
+            Self::Broken => "broken",
+            Self::Freeing => "freeing",
+        }
+    }
 }
 
 /// Names a part on this worker; never used twice.
@@ -106,7 +136,7 @@ impl Replicas {
                 let progress = |loaded_bytes, total_bytes| {
                     sender.send_modify(|state| (state.loaded_bytes, state.total_bytes) = (loaded_bytes, total_bytes));
                 };
-                let loaded = Replica::load(spec, links, &progress);
+                let loaded = timed_load(spec, links, &progress);
                 // Slices as they were stored, the vocabulary, and perhaps the weights of a replaced part.
                 return_freed_memory();
                 let outcome = loaded.map(Arc::new).map_err(|error| wire::status_of(&error));
@@ -181,6 +211,17 @@ impl Replicas {
         self.lock().iter().map(report).collect()
     }
 
+    /// What every part is doing.
+    pub fn states(&self) -> Vec<PartState> {
+        let state = |entry: &Entry| match &entry.state.borrow().outcome {
+            _ if entry.freed.is_some() => PartState::Freeing,
+            None => PartState::Loading,
+            Some(Ok(replica)) if replica.problem().borrow().is_none() => PartState::Ready,
+            Some(_) => PartState::Broken,
+        };
+        self.lock().values().map(state).collect()
+    }
+
     /// Starts freeing a part, once; it leaves the list when that is done.
     fn free(&self, entries: &mut Entries, key: &ReplicaKey) -> Option<Freed> {
         let entry = entries.get_mut(key)?;
@@ -200,6 +241,22 @@ impl Replicas {
     fn lock(&self) -> MutexGuard<'_, Entries> {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Loads a part and counts that.
+fn timed_load(
+    spec: ReplicaSpec,
+    links: Arc<LinkListener>,
+    progress: &(dyn Fn(u64, u64) + Sync),
+) -> Result<Replica, WorkerError> {
+    let (start, metrics, model) = (Instant::now(), Arc::clone(&spec.metrics), spec.model.clone());
+    let loaded = Replica::load(spec, links, progress);
+    let outcome = if loaded.is_ok() { "ready" } else { "failed" };
+    metrics.loads.with_label_values(&[&model, outcome]).inc();
+    if loaded.is_ok() {
+        metrics.load_seconds.with_label_values(&[&model]).observe(start.elapsed().as_secs_f64());
+    }
+    loaded
 }
 
 fn loaded(state: &watch::Receiver<LoadState>) -> Option<Arc<Replica>> {

@@ -16,6 +16,7 @@ use lockstep_worker::{
     collective::LinkListener,
     devices::{DeviceSelection, DeviceSettings, LocalDevices},
     engine::{Logprobs, Sampling, SequenceOutput, SequenceRequest, Tenant},
+    metrics::Metrics,
     replica::{LeaderHandle, Replica, ReplicaSpec},
 };
 
@@ -162,6 +163,7 @@ fn spec(
         rank_addresses,
         devices: LocalDevices::choose(one_thread, 1).unwrap(),
         collective_timeout: Duration::from_secs(30),
+        metrics: Arc::new(Metrics::new().unwrap()),
         cancel: Default::default(),
     }
 }

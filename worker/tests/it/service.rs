@@ -92,6 +92,7 @@ fn config(coordinator: String) -> WorkerConfig {
         coordinator,
         listen: any,
         rank_listen: any,
+        http_listen: ([127, 0, 0, 1], 0).into(),
         advertise_host: "127.0.0.1".to_owned(),
         devices: cpu(2),
         memory_bytes: None,

@@ -54,6 +54,10 @@ struct Settings {
     /// Where links from other ranks are accepted [default: as --listen, another port]
     #[arg(long, env = "LOCKSTEP_RANK_LISTEN", value_name = "ADDRESS:PORT")]
     rank_listen: Option<SocketAddr>,
+    /// Where /healthz, /readyz and /metrics are served over HTTP in clear text [default: any port, on this machine only; the
+    /// coordinator's /prometheus/workers lists where it can be reached]
+    #[arg(long, env = "LOCKSTEP_WORKER_HTTP_LISTEN", value_name = "ADDRESS:PORT")]
+    http_listen: Option<SocketAddr>,
     /// Devices of this worker, one rank each: auto (all GPUs if CUDA works here, else the processor), cpu, or GPUs such as
     /// cuda:0,cuda:1 [default: auto]
     #[arg(long, env = "LOCKSTEP_DEVICE", value_name = "DEVICES")]
@@ -154,6 +158,7 @@ impl Settings {
             coordinator: self.coordinator.unwrap_or_else(|| String::from("127.0.0.1:7070")),
             listen,
             rank_listen: self.rank_listen.unwrap_or_else(|| SocketAddr::new(listen.ip(), 0)),
+            http_listen: self.http_listen.unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 0))),
             advertise_host: self.advertise_host.unwrap_or_else(|| String::from("127.0.0.1")),
             devices: DeviceSettings {
                 selection: device_selection(self.device.as_deref())?,

@@ -14,6 +14,7 @@ use lockstep_worker::{
     collective::LinkListener,
     devices::{DeviceSelection, DeviceSettings, LocalDevices},
     engine::{Sampling, SequenceOutput, SequenceRequest, Tenant},
+    metrics::Metrics,
     replica::{LeaderHandle, Replica, ReplicaSpec},
 };
 use tokio_util::sync::CancellationToken;
@@ -84,6 +85,7 @@ impl InProcessTarget {
             rank_addresses: vec![links.local_addr(); world_size],
             devices: devices.clone(),
             collective_timeout: Duration::from_secs(30),
+            metrics: Arc::new(Metrics::new()?),
             cancel: CancellationToken::new(),
         };
         let bar = progress::bytes_bar("loading");

@@ -1,0 +1,30 @@
+//! What the worker answers to orchestrators and Prometheus.
+//! Invariant: ready is a worker that the coordinator can give work to; whether a model serves is the coordinator's answer.
+
+use lockstep_telemetry::{http::Probe, metrics::render};
+
+use super::{WorkerState, replicas::PartState};
+
+impl Probe for WorkerState {
+    fn readiness(&self) -> Result<(), String> {
+        if self.is_draining() {
+            return Err("the worker is draining".to_owned());
+        }
+        if !self.is_registered() {
+            return Err("the worker is not registered with its coordinator".to_owned());
+        }
+        Ok(())
+    }
+
+    fn metrics(&self) -> String {
+        let metrics = &self.metrics;
+        metrics.registered.set(f64::from(u8::from(self.is_registered())));
+        metrics.draining.set(f64::from(u8::from(self.is_draining())));
+        let states = self.replicas.states();
+        for state in PartState::ALL {
+            let count = states.iter().filter(|found| **found == state).count();
+            metrics.replica_parts.with_label_values(&[state.word()]).set(count as f64);
+        }
+        render(&[metrics.registry()])
+    }
+}
