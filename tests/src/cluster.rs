@@ -10,6 +10,7 @@ use std::{
 };
 
 use anyhow::{Context, bail};
+use lockstep_transport::TlsFiles;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -95,6 +96,18 @@ impl Cluster {
     /// # Errors
     /// As [`start`](Self::start).
     pub fn start_with(layout: Layout, model: &Path) -> anyhow::Result<Self> {
+        Self::start_in(layout, model, &[])
+    }
+
+    /// One whose members speak mutual TLS with each other, as `files` say; clients stay in clear text.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub fn start_secured(layout: Layout, files: &TlsFiles) -> anyhow::Result<Self> {
+        Self::start_in(layout, &environment::model()?, &of_members(files)?)
+    }
+
+    fn start_in(layout: Layout, model: &Path, environment: &[(&str, &Path)]) -> anyhow::Result<Self> {
         let turn = turn()?;
         let folder = TempDir::new()?;
         let ready_file = folder.path().join(READY_FILE);
@@ -108,6 +121,7 @@ impl Cluster {
             .arg(&ready_file)
             .args(["--model-name=smol", "--grpc-port=0", "--http-port=0"])
             .args(layout.arguments())
+            .envs(environment.iter().copied())
             .stdin(Stdio::piped())
             .stdout(log.try_clone()?)
             .stderr(log)
@@ -148,10 +162,23 @@ impl Cluster {
     /// # Errors
     /// If it cannot be started.
     pub fn spare_worker(&self, worker_id: &str) -> anyhow::Result<SpareWorker> {
+        self.spare_worker_in(worker_id, &[])
+    }
+
+    /// The same with the certificates of `files`.
+    ///
+    /// # Errors
+    /// As [`spare_worker`](Self::spare_worker).
+    pub fn spare_member(&self, worker_id: &str, files: &TlsFiles) -> anyhow::Result<SpareWorker> {
+        self.spare_worker_in(worker_id, &of_members(files)?)
+    }
+
+    fn spare_worker_in(&self, worker_id: &str, environment: &[(&str, &Path)]) -> anyhow::Result<SpareWorker> {
         let log = File::options().append(true).open(self.folder.path().join("log"))?;
-        let coordinator = format!("--coordinator=http://{}", self.grpc());
+        let coordinator = format!("--coordinator={}", self.grpc());
         let child = Command::new(environment::binary()?)
             .args(["worker", "--device=cpu", "--threads-per-device=1", "--worker-id", worker_id, &coordinator])
+            .envs(environment.iter().copied())
             .stderr(log)
             .spawn()?;
         Ok(SpareWorker(child))
@@ -223,6 +250,13 @@ impl Drop for Cluster {
             eprintln!("{error}");
         }
     }
+}
+
+/// The variables that give a process the certificates of a member.
+fn of_members(files: &TlsFiles) -> anyhow::Result<[(&'static str, &Path); 3]> {
+    let (cert, key) = files.pair.as_ref().context("a member without a certificate")?;
+    let ca = files.ca.as_ref().context("a member without an authority")?;
+    Ok([("LOCKSTEP_CLUSTER_CA", ca), ("LOCKSTEP_CLUSTER_CERT", cert), ("LOCKSTEP_CLUSTER_KEY", key)])
 }
 
 /// Waits for this process's turn to run a cluster; it ends when the file is closed.

@@ -109,7 +109,11 @@ impl Incoming {
                         tokio::time::sleep(ACCEPT_PAUSE).await;
                     }
                 },
-                Some(Ok(Some(connection))) = self.handshakes.join_next() => return connection,
+                done = self.handshakes.join_next(), if !self.handshakes.is_empty() => {
+                    if let Some(Ok(Some(connection))) = done {
+                        return connection;
+                    }
+                }
             }
         }
     }
@@ -124,11 +128,15 @@ impl Gate {
     async fn welcome(self, stream: TcpStream, address: SocketAddr) -> Option<Connection> {
         match tokio::time::timeout(HANDSHAKE_TIMEOUT, self.admit(stream, address)).await {
             Ok(Ok(connection)) => return Some(connection),
+            // Such as a probe of the port.
+            Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                tracing::debug!(%address, "connection closed before it was secured");
+            }
             Ok(Err(error)) => {
                 let reason = explain(&error).unwrap_or_else(|| error.to_string());
-                tracing::warn!(%address, reason, "connection refused");
+                tracing::info!(%address, reason, "connection refused");
             }
-            Err(_) => tracing::debug!(%address, "connection closed: it sent nothing in time"),
+            Err(_) => tracing::debug!(%address, "connection closed: its handshake took too long"),
         }
         None
     }

@@ -70,6 +70,10 @@ pub fn explain(error: &(dyn Error + 'static)) -> Option<String> {
         if let Some(error) = error.downcast_ref::<rustls::Error>().or(inner) {
             return Some(words(error));
         }
+        let reason = error.downcast_ref::<h2::Error>().and_then(h2::Error::reason);
+        if reason == Some(h2::Reason::INADEQUATE_SECURITY) {
+            return Some("the other end speaks TLS (https), this one clear text".to_owned());
+        }
         cause = error.source();
     }
     None

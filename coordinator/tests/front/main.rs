@@ -11,3 +11,4 @@ mod generate;
 mod http;
 mod liveness;
 mod openai;
+mod tls;

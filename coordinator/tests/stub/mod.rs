@@ -24,6 +24,7 @@ use lockstep_proto::{
     v1::{self, worker_report::Report, worker_server::Worker},
 };
 use lockstep_sharding::PlanOptions;
+use lockstep_transport::{ClusterTls, Connector, Gate, Incoming, Outbound};
 use tokio::{
     net::TcpListener,
     sync::{mpsc, oneshot},
@@ -33,7 +34,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::{
     Request, Response, Status,
-    transport::{Channel, Server, server::TcpIncoming},
+    transport::{Channel, Server},
 };
 
 /// Context of the stub's model, tokens.
@@ -263,6 +264,11 @@ pub struct StubWorker {
 impl StubWorker {
     /// Serves and registers under `worker_id`; does not wait for the coordinator's answer.
     pub async fn start(worker_id: &str, coordinator: SocketAddr) -> Self {
+        Self::start_as(worker_id, coordinator, None).await
+    }
+
+    /// The same as a member of a cluster.
+    pub async fn start_as(worker_id: &str, coordinator: SocketAddr, tls: Option<ClusterTls>) -> Self {
         let state = Arc::new(StubState::default());
         let stop = CancellationToken::new();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -270,7 +276,7 @@ impl StubWorker {
         let service = v1::worker_server::WorkerServer::new(StubService(Arc::clone(&state)));
         let server = Server::builder()
             .add_service(service)
-            .serve_with_incoming(TcpIncoming::from(listener).with_nodelay(Some(true)));
+            .serve_with_incoming(Incoming::new(listener, Gate::Members(tls.clone())).into_stream());
         let stopped = stop.clone();
         tokio::spawn(async move {
             tokio::select! {
@@ -295,21 +301,23 @@ impl StubWorker {
             version: "0".into(),
             http_address: HTTP_ADDRESS.into(),
         };
-        let registration = tokio::spawn(register(hello, coordinator, Arc::clone(&state), stop.clone()));
+        let registration = tokio::spawn(register(hello, channel(coordinator, tls), Arc::clone(&state), stop.clone()));
         Self { state, address, registration, _stop: stop.drop_guard() }
     }
 }
 
-async fn register(
-    hello: v1::WorkerHello,
-    coordinator: SocketAddr,
-    state: Arc<StubState>,
-    stop: CancellationToken,
-) -> Status {
+/// A connection to the coordinator, made when it is used.
+fn channel(coordinator: SocketAddr, tls: Option<ClusterTls>) -> Channel {
+    let outbound = tls.map_or(Outbound::ClearText, Outbound::Member);
+    let (endpoint, connector) = Connector::new(&coordinator.to_string(), outbound).unwrap();
+    endpoint.connect_with_connector_lazy(connector)
+}
+
+async fn register(hello: v1::WorkerHello, channel: Channel, state: Arc<StubState>, stop: CancellationToken) -> Status {
     let (sender, receiver) = mpsc::channel(4);
     let report = |report| v1::WorkerReport { report: Some(report) };
     sender.send(report(Report::Hello(hello))).await.unwrap();
-    let mut client = v1::cluster_client::ClusterClient::connect(format!("http://{coordinator}")).await.unwrap();
+    let mut client = v1::cluster_client::ClusterClient::new(channel);
     let mut replies = match client.register(ReceiverStream::new(receiver)).await {
         Ok(replies) => replies.into_inner(),
         Err(status) => return status,

@@ -15,6 +15,7 @@ mod metrics;
 mod openai;
 mod oracle;
 mod prompts;
+mod security;
 mod sharded_parity;
 mod smoke;
 mod start_up;

@@ -205,3 +205,18 @@ async fn a_peer_says_where_it_comes_from() {
     let peer = incoming.next().await.peer;
     assert_eq!((peer.address, peer.security), (stream.local_addr().unwrap(), Security::ClearText));
 }
+
+#[tokio::test]
+async fn a_failed_handshake_does_not_hide_a_later_one() {
+    let parties = Parties::new();
+    let address = serve(Gate::Both(None, Some(parties.member("a", &parties.ours)))).await;
+    let mut slow = TcpStream::connect(&address).await.unwrap();
+    let mut failing = TcpStream::connect(&address).await.unwrap();
+    failing.write_all(&[0x16, 3, 3, 0, 4, 1, 2, 3, 4]).await.unwrap();
+    let _ = failing.read_to_end(&mut Vec::new()).await;
+    // Nobody else connects from here on.
+    slow.write_all(b"PRI").await.unwrap();
+    let mut text = String::new();
+    let told = tokio::time::timeout(Duration::from_secs(3), slow.read_to_string(&mut text)).await;
+    assert!(told.is_ok() && text == "ClearText", "{text:?}");
+}

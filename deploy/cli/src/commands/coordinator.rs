@@ -1,7 +1,7 @@
 //! `lockstep coordinator`: flags and file → `CoordinatorConfig`.
 
 use std::{
-    net::SocketAddr,
+    net::{IpAddr, Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
 };
 
@@ -44,10 +44,10 @@ pub struct Args {
 #[derive(Debug, Default, clap::Args, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 struct Settings {
-    /// gRPC address [default: 0.0.0.0:7070]
+    /// gRPC address [default: port 7070 on all addresses; without --tls-cert and --insecure, on this machine only]
     #[arg(long, env = "LOCKSTEP_GRPC_LISTEN", value_name = "ADDRESS:PORT")]
     grpc_listen: Option<SocketAddr>,
-    /// HTTP address: OpenAI API, status page, health, metrics [default: 0.0.0.0:7080]
+    /// HTTP address: OpenAI API, status page, health, metrics [default: as --grpc-listen, port 7080]
     #[arg(long, env = "LOCKSTEP_HTTP_LISTEN", value_name = "ADDRESS:PORT")]
     http_listen: Option<SocketAddr>,
     /// Model to serve: a path on the workers
@@ -182,10 +182,15 @@ impl Settings {
             policy,
             min_workers,
         });
+        let client_tls = tls::for_clients(self.tls_cert, self.tls_key, self.client_ca)?;
+        let allow_insecure = self.insecure.unwrap_or(false);
+        let is_open = client_tls.is_some() || allow_insecure;
+        let any_ip = IpAddr::from(if is_open { Ipv4Addr::UNSPECIFIED } else { Ipv4Addr::LOCALHOST });
+        let grpc_listen = self.grpc_listen.unwrap_or_else(|| SocketAddr::new(any_ip, 7070));
         let options = PlanOptions::default();
         Ok(CoordinatorConfig {
-            grpc_listen: self.grpc_listen.unwrap_or_else(|| SocketAddr::from(([0, 0, 0, 0], 7070))),
-            http_listen: self.http_listen.unwrap_or_else(|| SocketAddr::from(([0, 0, 0, 0], 7080))),
+            grpc_listen,
+            http_listen: self.http_listen.unwrap_or_else(|| SocketAddr::new(grpc_listen.ip(), 7080)),
             model,
             plan_options: PlanOptions {
                 block_size: self.block_size.unwrap_or(options.block_size),
@@ -198,9 +203,9 @@ impl Settings {
             max_concurrent_requests: self.max_concurrent_requests.unwrap_or(1024),
             failover_timeout: seconds("failover_timeout_secs", self.failover_timeout_secs.unwrap_or(60.0))?,
             drain_timeout: seconds("drain_timeout_secs", self.drain_timeout_secs.unwrap_or(30.0))?,
-            client_tls: tls::for_clients(self.tls_cert, self.tls_key, self.client_ca)?,
+            client_tls,
             cluster_tls: tls::for_cluster(self.cluster_ca, self.cluster_cert, self.cluster_key)?,
-            allow_insecure: self.insecure.unwrap_or(false),
+            allow_insecure,
         })
     }
 }
@@ -213,6 +218,22 @@ mod tests {
     fn a_model_is_named_after_its_file() {
         assert_eq!(default_model_name("/models/SmolLM2-135M.Q4_1.gguf"), "SmolLM2-135M.Q4_1");
         assert_eq!(default_model_name("/models/Llama-3.1-8B/"), "Llama-3.1-8B");
+    }
+
+    #[test]
+    fn a_coordinator_listens_beyond_this_machine_only_if_asked() {
+        let listens = |settings: Settings| {
+            let config = settings.into_config().unwrap();
+            [config.grpc_listen.to_string(), config.http_listen.to_string()]
+        };
+        assert_eq!(listens(Settings::default()), ["127.0.0.1:7070", "127.0.0.1:7080"]);
+        let insecure = || Settings { insecure: Some(true), ..Settings::default() };
+        assert_eq!(listens(insecure()), ["0.0.0.0:7070", "0.0.0.0:7080"]);
+        let grpc_listen = Some("127.0.0.1:9070".parse().unwrap());
+        assert_eq!(listens(Settings { grpc_listen, ..insecure() }), ["127.0.0.1:9070", "127.0.0.1:7080"]);
+        let path = || Some(PathBuf::from("x"));
+        let secured = Settings { tls_cert: path(), tls_key: path(), ..Settings::default() };
+        assert_eq!(listens(secured)[0], "0.0.0.0:7070");
     }
 
     #[test]
