@@ -19,7 +19,7 @@
 // each block sends before it waits. So some block can always go on: the first one that is not done on all ranks.
 //
 // A rank that never comes: after some thousand looks at a line the wait asks the host's abort flag now and then, and
-// leaves with wrong values when it is raised. It notes that beside the epochs: whatever was launched behind it waits no
+// leaves with wrong values when it is raised. It notes that beside every epoch: whatever was launched behind it waits no
 // more, and sends nothing, so that no other rank takes for sums what was made of wrong values. The host does not use what
 // an aborted communicator computed.
 
@@ -28,16 +28,16 @@
 #include "launch.cuh"
 
 constexpr unsigned MAX_WORLD_SIZE = 8;
-// Blocks of a launch: as many epochs are kept, one for each, all equal between launches.
+// Blocks of a launch: as many states are kept, one for each, all equal between launches.
 constexpr unsigned MAX_BLOCKS = 512;
-// Looks at a line between two looks at the abort flag, which lies in host memory: about half a millisecond.
+// Looks at the inbox between two looks at the abort flag, which lies in host memory: about half a millisecond.
 constexpr unsigned LOOKS = 1024;
 // Ranks whose lines are under way to registers together.
 constexpr unsigned TOGETHER = 4;
 
 struct Ranks {
     uint4* inboxes[MAX_WORLD_SIZE];  // of each rank: [2, WORLD_SIZE, capacity] lines
-    uint32_t* epochs;  // [MAX_BLOCKS], of the latest operation; behind them, whether one was left before its end
+    uint2* states;  // [MAX_BLOCKS]: epoch of the latest operation, and whether one was left before its end
     const uint32_t* abort;
     uint32_t rank;
     uint32_t capacity;  // lines of a message
@@ -65,9 +65,10 @@ struct OneShot {
     bool was_left;
 
     __device__ __forceinline__ explicit OneShot(const Ranks& ranks) : ranks(ranks) {
-        const volatile uint32_t* epochs = ranks.epochs;
-        const uint32_t latest = epochs[blockIdx.x];
-        was_left = epochs[MAX_BLOCKS] != 0;
+        uint32_t latest, left;
+        asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(latest), "=r"(left) : "l"(ranks.states + blockIdx.x) : "memory");
+        was_left = left != 0;
         epoch = latest + 1 == 0 ? 2 : latest + 1;
     }
 
@@ -87,10 +88,10 @@ struct OneShot {
     // whatever they send.
     __device__ __forceinline__ void keep_epoch() const {
         __syncthreads();
-        if (threadIdx.x == 0) ranks.epochs[blockIdx.x] = epoch;
+        if (threadIdx.x == 0) ranks.states[blockIdx.x].x = epoch;
         if (blockIdx.x + 1 == gridDim.x) {
             for (unsigned block = gridDim.x + threadIdx.x; block < MAX_BLOCKS; block += blockDim.x) {
-                ranks.epochs[block] = epoch;
+                ranks.states[block].x = epoch;
             }
         }
     }
@@ -100,24 +101,13 @@ struct OneShot {
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
         for (unsigned first = 0; first < WORLD_SIZE; first += TOGETHER) {
-            uint4 lines[TOGETHER][2];
+            uint4 lines[TOGETHER][2] = {};
+            receive(chunk, first, lines);
 #pragma unroll
             for (unsigned i = 0; i < TOGETHER && first + i < WORLD_SIZE; ++i) {
-                if (first + i == ranks.rank) continue;
-                const uint4* from = lines_of(ranks.rank, first + i) + first_line(chunk);
-                lines[i][0] = read_line(from);
-                lines[i][1] = read_line(from + WARP);
-            }
-#pragma unroll
-            for (unsigned i = 0; i < TOGETHER && first + i < WORLD_SIZE; ++i) {
-                float4 term = own;
-                if (first + i != ranks.rank) {
-                    const uint4* from = lines_of(ranks.rank, first + i) + first_line(chunk);
-                    wait_for_line(from, lines[i][0]);
-                    wait_for_line(from + WARP, lines[i][1]);
-                    term = make_float4(__uint_as_float(lines[i][0].x), __uint_as_float(lines[i][0].z),
-                                       __uint_as_float(lines[i][1].x), __uint_as_float(lines[i][1].z));
-                }
+                const float4 term = first + i == ranks.rank ? own
+                                                            : make_float4(__uint_as_float(lines[i][0].x), __uint_as_float(lines[i][0].z),
+                                                                          __uint_as_float(lines[i][1].x), __uint_as_float(lines[i][1].z));
                 sum = first + i == 0 ? term
                                      : make_float4(sum.x + term.x, sum.y + term.y, sum.z + term.z, sum.w + term.w);
             }
@@ -131,14 +121,35 @@ private:
         return ranks.inboxes[owner] + (size_t)(epoch % 2 * WORLD_SIZE + sender) * ranks.capacity;
     }
 
-    __device__ __forceinline__ void wait_for_line(const uint4* from, uint4& line) const {
-        for (unsigned looks = 1; line.y != epoch || line.w != epoch; ++looks) {
-            if (was_left) return;
-            if (looks % LOOKS == 0 && *(const volatile uint32_t*)ranks.abort != 0) {
-                ranks.epochs[MAX_BLOCKS] = 1;
-                return;
+    __device__ __forceinline__ bool is_new(const uint4& line) const { return line.y == epoch && line.w == epoch; }
+
+    // Waits for the lines of a chunk from ranks `first` on. Each look is at all lines that are missing: one after the
+    // other they would cost a trip to memory each.
+    __device__ __forceinline__ void receive(uint32_t chunk, unsigned first, uint4 (&lines)[TOGETHER][2]) const {
+        bool is_missing = true;
+        for (unsigned looks = 1; is_missing; ++looks) {
+#pragma unroll
+            for (unsigned i = 0; i < TOGETHER && first + i < WORLD_SIZE; ++i) {
+                if (first + i == ranks.rank) continue;
+                const uint4* from = lines_of(ranks.rank, first + i) + first_line(chunk);
+                if (!is_new(lines[i][0])) lines[i][0] = read_line(from);
+                if (!is_new(lines[i][1])) lines[i][1] = read_line(from + WARP);
             }
-            line = read_line(from);
+            is_missing = false;
+#pragma unroll
+            for (unsigned i = 0; i < TOGETHER && first + i < WORLD_SIZE; ++i) {
+                if (first + i == ranks.rank) continue;
+                is_missing |= !is_new(lines[i][0]) || !is_new(lines[i][1]);
+            }
+            if (is_missing && is_given_up(looks)) return;
         }
+    }
+
+    // Whether a wait has no end: the group was aborted.
+    __device__ __forceinline__ bool is_given_up(unsigned looks) const {
+        if (was_left) return true;
+        if (looks % LOOKS != 0 || *(const volatile uint32_t*)ranks.abort == 0) return false;
+        for (unsigned block = 0; block < MAX_BLOCKS; ++block) ranks.states[block].y = 1;
+        return true;
     }
 };

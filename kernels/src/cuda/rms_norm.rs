@@ -61,12 +61,11 @@ impl RowShape {
         Ok(Self { cluster, num_chunks, num_threads })
     }
 
-    /// One of `num_tokens` rows that come from several GPUs: a few are spread over multiprocessors, where blocks form
-    /// clusters.
+    /// One of `num_tokens` rows: a few are spread over multiprocessors, where blocks form clusters.
     ///
     /// # Errors
     /// As [`new`](Self::new).
-    pub(super) fn of_sums(gpu: &Gpu, num_tokens: usize, width: usize) -> Result<Self, KernelError> {
+    pub(super) fn of(gpu: &Gpu, num_tokens: usize, width: usize) -> Result<Self, KernelError> {
         let has_clusters = gpu.limits().compute_capability >= (9, 0);
         let wanted = width.div_ceil(CHUNK * FEW_THREADS).next_power_of_two();
         let is_spread = has_clusters && num_tokens <= MAX_MATVEC_TOKENS;
@@ -111,7 +110,7 @@ impl RmsNorm {
     /// [`KernelError::Shape`] if a buffer is too small, [`KernelError::Unsupported`] for rows that no block holds or that
     /// are not whole chunks, [`KernelError::Device`] if the launch fails.
     pub fn launch(&self, call: &RmsNormCall) -> Result<(), KernelError> {
-        self.launch_in(RowShape::new(&self.gpu, call.output.columns, 1)?, call)
+        self.launch_in(RowShape::of(&self.gpu, call.num_tokens, call.output.columns)?, call)
     }
 
     /// With blocks of another shape, for tests and measurements.

@@ -51,7 +51,7 @@ impl OneShot {
     /// Whether the norm of the sums of its input can be made in the kernel that sums: that of few rows.
     pub fn takes_norm(&self, norm: &RmsNormCall) -> bool {
         let columns = norm.output.columns;
-        let shape = RowShape::of_sums(&self.gpu, norm.num_tokens, columns);
+        let shape = RowShape::of(&self.gpu, norm.num_tokens, columns);
         norm.num_tokens * columns <= self.max_len
             && shape.is_ok_and(|shape| norm.num_tokens * shape.cluster <= MAX_BLOCKS)
     }
@@ -61,7 +61,7 @@ impl OneShot {
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce) and [`RmsNorm::launch`](crate::cuda::rms_norm::RmsNorm::launch).
     pub fn all_reduce_norm(&self, norm: &RmsNormCall) -> Result<(), KernelError> {
-        self.all_reduce_norm_in(RowShape::of_sums(&self.gpu, norm.num_tokens, norm.output.columns)?, norm)
+        self.all_reduce_norm_in(RowShape::of(&self.gpu, norm.num_tokens, norm.output.columns)?, norm)
     }
 
     /// With blocks of another shape, for tests and measurements.

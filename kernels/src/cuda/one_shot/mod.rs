@@ -39,8 +39,8 @@ pub struct OneShot {
     max_len: usize,
     /// Of each rank; the own is among them.
     inboxes: Vec<PeerInbox>,
-    /// Of the latest operation, one for each block of a launch, and whether one was left before its end.
-    epochs: DeviceBuffer,
+    /// Epoch of the latest operation and whether one was left before its end, for each block of a launch.
+    states: DeviceBuffer,
     abort: PinnedFlag,
 }
 
@@ -97,11 +97,11 @@ impl OneShot {
     }
 
     fn new(gpu: &Arc<Gpu>, rank: usize, inboxes: Vec<PeerInbox>) -> Result<Self, KernelError> {
-        let epochs = DeviceBuffer::zeroed(gpu, (MAX_BLOCKS + 1) * size_of::<u32>())?;
+        let states = DeviceBuffer::zeroed(gpu, MAX_BLOCKS * size_of::<[u32; 2]>())?;
         let abort = PinnedFlag::new(gpu)?;
         // The inbox is zeroed, too, before others may write to it.
         gpu.synchronize()?;
-        Ok(Self { gpu: Arc::clone(gpu), rank, max_len: max_len(inboxes.len()), inboxes, epochs, abort })
+        Ok(Self { gpu: Arc::clone(gpu), rank, max_len: max_len(inboxes.len()), inboxes, states, abort })
     }
 
     /// Number of ranks.
@@ -144,7 +144,7 @@ impl OneShot {
         for (word, inbox) in words.iter_mut().zip(&self.inboxes) {
             *word = inbox.pointer().0;
         }
-        words[MAX_WORLD_SIZE] = self.epochs.pointer().0;
+        words[MAX_WORLD_SIZE] = self.states.pointer().0;
         words[MAX_WORLD_SIZE + 1] = self.abort.pointer().0;
         words[MAX_WORLD_SIZE + 2] = self.rank as u64 | (num_lines(self.max_len) as u64) << 32;
         words
