@@ -5,7 +5,9 @@
 // transposed, S = K x Q' and O' = V' x P', so that the 8 columns of the tensor cores hold the query rows (heads of the
 // group times tokens) and the 16 rows hold keys. A segment that is not all of its sequence is written to `partials`; of
 // the blocks that share a sequence and head the last to arrive adds up, in the order of the blocks, so results repeat.
-// Launch: any number of blocks of THREADS threads, the same as partials were allocated for; dynamic shared memory.
+// Clusters have their partials in shared memory and all add up a share.
+// Launch: any number of blocks of THREADS threads, the same as partials were allocated for, or enough clusters; dynamic
+// shared memory.
 // -DHEAD_DIM -DBLOCK_SIZE -DBFLOAT as in kv_cache.cuh; -DQUERY_FLOAT=1: queries of f32; -DWARPS; -DSTAGES: copies in a ring;
 // -DQUERY_ROWS: query rows of a segment, 8 or 16 or 32; -DFUSED=1: rows are qkv of one new token a sequence, not yet
 // rotated: rotates, stores keys and values in the cache and attends, all in one.
@@ -22,7 +24,9 @@ constexpr unsigned OUTPUT_STRIDE = HEAD_DIM + 4;
 constexpr unsigned PARTIAL = QUERY_ROWS * (HEAD_DIM + 2);
 
 constexpr unsigned RING_BYTES = WARPS * STAGES * STAGE * 2;
-static_assert(WARPS * QUERY_ROWS * OUTPUT_STRIDE * 4 <= RING_BYTES, "sums of the warps take the place of the rings");
+// Sums of the warps take the place of the rings, and behind them a block's partial for its cluster.
+constexpr unsigned WARP_SUMS = WARPS * QUERY_ROWS * OUTPUT_STRIDE;
+static_assert((WARP_SUMS + (CLUSTER > 1 ? PARTIAL : 0)) * 4 <= RING_BYTES, "sums fit where the rings were");
 
 struct Shared {
     half_t* rings;  // [WARPS][STAGES][STAGE]; afterwards float [WARPS][QUERY_ROWS][OUTPUT_STRIDE]
@@ -52,7 +56,7 @@ struct Feed {
         block_stride = tile_offset(1, 0, heads);
         num_keys = segment.num_keys;
         first_position = num_keys - segment.num_tokens;
-        first_key = segment.first_unit * UNIT + threadIdx.x / WARP * STEP;
+        first_key = segment.first_unit * UNIT + place_in_cluster() * SHARE + threadIdx.x / WARP * STEP;
         num_steps = segment.end_unit - segment.first_unit;
         // The last unit may end before this warp's tokens.
         if (num_steps > 0 && first_key + (num_steps - 1) * UNIT >= num_keys) --num_steps;
@@ -195,7 +199,8 @@ __device__ __forceinline__ void load_rows(const Call& call, const Segment& segme
     static_assert(QUERY_ROWS * HEAD_DIM % THREADS == 0, "every thread has as many elements");
     constexpr unsigned EACH = OWN + (FUSED ? FRESH : 0);
     const uint32_t rows = num_rows(segment), kept = call.heads.num_heads + segment.key_value_head;
-    const bool has_fresh = FUSED && segment.end_unit == segment.num_units;
+    const bool has_fresh = FUSED && segment.end_unit == segment.num_units &&
+                           (segment.num_keys - 1) % UNIT / SHARE == place_in_cluster();
     query_t own[EACH], other[EACH];
     Partner partners[EACH];
     // All loads without a branch or a use between them, so that they are under way together.
@@ -271,7 +276,7 @@ __device__ __forceinline__ void run(const Call& call, const Segment& segment, co
     }
     const uint32_t position = segment.num_keys - 1;
     for (uint32_t step = 0; step < feed.num_steps; ++step) {
-        await_copies<STAGES - 2>();
+        await_copies<STAGES - 1>();
         __syncwarp();
         const uint32_t key = feed.first_key + step * UNIT;
         if (FUSED && position - key < STEP) {
@@ -279,7 +284,7 @@ __device__ __forceinline__ void run(const Call& call, const Segment& segment, co
         }
         attend(sums, queries, feed.stage(step), key, limits, key + STEP > feed.first_position, call.scale);
         __syncwarp();
-        feed.issue(step + STAGES - 1);
+        feed.issue(step + STAGES);
     }
     await_copies<0>();
 }
@@ -442,7 +447,60 @@ __device__ __forceinline__ void combine_blocks(const Call& call, const Segment& 
     }
 }
 
-extern "C" __global__ __launch_bounds__(THREADS) void attention_decode(const __grid_constant__ Call call) {
+// Adds up the partials of the cluster's blocks, each of them some rows' parts of 32 columns.
+__device__ __forceinline__ void combine_cluster(const Call& call, const Segment& segment, const Shared& shared,
+                                                const float* partial) {
+    constexpr unsigned PARTS = (HEAD_DIM + WARP - 1) / WARP;
+    const unsigned lane = threadIdx.x % WARP, pieces = num_rows(segment) * PARTS;
+    wait_for_cluster();
+    for (unsigned piece = place_in_cluster() * WARPS + threadIdx.x / WARP; piece < pieces; piece += CLUSTER * WARPS) {
+        const unsigned row = piece / PARTS, part = piece % PARTS;
+        const float* own = partial + row * HEAD_DIM + min(part * WARP + lane, HEAD_DIM - 1);
+        float values[CLUSTER];
+#pragma unroll
+        for (unsigned other = 0; other < CLUSTER; ++other) values[other] = load_from(own, other);
+        // A lane has the weight of one partial.
+        const float maximum = load_from(partial + QUERY_ROWS * HEAD_DIM + row, lane % CLUSTER);
+        const float own_sum = load_from(partial + QUERY_ROWS * (HEAD_DIM + 1) + row, lane % CLUSTER);
+        float largest = maximum;
+#pragma unroll
+        for (unsigned distance = 1; distance < CLUSTER; distance *= 2) {
+            largest = fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, distance));
+        }
+        const float weight = exp2_fast(maximum - largest);
+        float sum = weight * own_sum, value = 0.0f;
+#pragma unroll
+        for (unsigned distance = 1; distance < CLUSTER; distance *= 2) sum += __shfl_xor_sync(FULL_MASK, sum, distance);
+#pragma unroll
+        for (unsigned other = 0; other < CLUSTER; ++other) {
+            value += __shfl_sync(FULL_MASK, weight, other) * values[other];
+        }
+        store(call.output, shared.tokens[row], shared.heads[row], part, __fdividef(value, sum));
+    }
+    // Nobody leaves while others read what it has.
+    wait_for_cluster();
+}
+
+// Has under way together what is read one after the other below: until the kernel before leaves room for this one it
+// cannot begin, and then this is its longest wait.
+__device__ __forceinline__ void warm_up(const Call& call) {
+    const Batch& batch = call.batch;
+    if (batch.num_sequences > 1) return;
+    const uint32_t entry = (place_in_cluster() * SHARE + threadIdx.x / WARP * STEP) / BLOCK_SIZE;
+    const uint32_t* words[] = {batch.token_offsets + 1, batch.first_positions, batch.table_offsets,
+                               batch.block_tables + min(entry, MIN_TABLE - 1)};
+#pragma unroll
+    for (const uint32_t* word : words) {
+        uint32_t ignored;
+        asm volatile("ld.global.u32 %0, [%1];" : "=r"(ignored) : "l"(word));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+#if CLUSTER > 1
+    __cluster_dims__(CLUSTER, 1, 1)
+#endif
+    attention_decode(const __grid_constant__ Call call) {
     extern __shared__ __align__(128) uint8_t dynamic[];
     __shared__ __align__(16) half_t queries[QUERY_ROWS * QUERY_STRIDE];
     __shared__ __align__(16) half_t fresh[2 * HEAD_DIM];
@@ -453,17 +511,15 @@ extern "C" __global__ __launch_bounds__(THREADS) void attention_decode(const __g
     const Shared shared = {(half_t*)dynamic, queries, fresh, rotations, row_tokens, row_heads,
                            maxima, weight_sums, prefix};
     allow_next();
-    const uint32_t total = count_units(call, prefix);
-    // Small ranges are not worth adding up, but whole sequences and heads had better be apart.
-    const uint32_t average = total / (call.batch.num_sequences * call.heads.num_key_value_heads);
-    const uint32_t range = max(max(1, min(call.min_units, average)), (total + gridDim.x - 1) / gridDim.x);
-    const uint32_t begin = min(total, blockIdx.x * range), end = min(total, begin + range);
+    warm_up(call);
+    const WorkList list = make_list(call, prefix);
+    const uint32_t begin = min(list.len, blockIdx.x / CLUSTER * list.range), end = min(list.len, begin + list.range);
     const uint32_t ring = shared_address(dynamic) + threadIdx.x / WARP * (STAGES * STAGE * 2);
     for (uint32_t at = begin; at < end;) {
-        const Segment segment = find_segment(call, prefix, at, end);
+        const Segment segment = find_segment(call, list, at, end);
         Feed feed(call, segment, ring);
 #pragma unroll
-        for (unsigned step = 0; step < STAGES - 1; ++step) feed.issue(step);
+        for (unsigned step = 0; step < STAGES; ++step) feed.issue(step);
         describe_rows(call, segment, shared);
         __syncthreads();
         wait_for_previous();
@@ -474,12 +530,18 @@ extern "C" __global__ __launch_bounds__(THREADS) void attention_decode(const __g
         run(call, segment, shared, feed, sums);
         __syncthreads();
         const bool is_whole = segment.first_unit == 0 && segment.end_unit == segment.num_units;
-        const unsigned place = at == begin ? 0 : 1;
-        join_warps(call, segment, shared, sums,
-                   is_whole ? nullptr : call.partials + (2ull * blockIdx.x + place) * PARTIAL);
-        if (!is_whole) combine_blocks(call, segment, shared, range);
+        if (CLUSTER > 1) {
+            float* partial = (float*)shared.rings + WARP_SUMS;
+            join_warps(call, segment, shared, sums, partial);
+            combine_cluster(call, segment, shared, partial);
+        } else {
+            const unsigned place = at == begin ? 0 : 1;
+            join_warps(call, segment, shared, sums,
+                       is_whole ? nullptr : call.partials + (2ull * blockIdx.x + place) * PARTIAL);
+            if (!is_whole) combine_blocks(call, segment, shared, list.range);
+        }
         __syncthreads();
-        at += segment.end_unit - segment.first_unit;
+        at = segment.next;
     }
     wait_for_previous();
 }

@@ -377,36 +377,43 @@ fn attention_agrees_with_the_oracle() {
 fn one_launch_rotates_stores_and_attends() {
     gpu::side_by_side(gpu::cases(shapes()), |gpu, shape| {
         let mut random = random();
-        let attention = Attention::new(gpu).unwrap();
-        let lengths = [random.random_range(260..700), 1, 17, random.random_range(2..40), 64];
-        let scene = Scene::new(gpu, shape, &lengths, &mut random);
-        let mut rows = Vec::new();
-        let mut queries = Vec::new();
-        for (sequence, length) in lengths.into_iter().enumerate() {
-            if length > 1 {
-                scene.store(sequence, length - 1);
-            }
-            let width = shape.width();
-            rows.extend_from_slice(&scene.qkv[sequence][(length - 1) * width..]);
-            let rotated = scene.expected_rows(sequence, length);
-            let query = &rotated[(length - 1) * width..][..shape.num_heads * shape.head_dim];
-            queries.extend(query.iter().map(|value| *value as f32));
-        }
-        let tiles = shape.head_dim % 32 == 0;
-        let call = scene.call(&mut StepInputs::new(gpu).unwrap(), &[1; 5], &rows, tiles);
-        attention.launch_fused(&call, &scene.rope).unwrap();
-        scene.assert_output(&call.output, &scene.expected(&[1; 5], &queries), "fused");
-        for (sequence, length) in lengths.into_iter().enumerate() {
-            let row = &scene.expected_rows(sequence, length)[(length - 1) * shape.width()..];
-            let (head_dim, columns) = (shape.head_dim, shape.num_heads * shape.head_dim);
-            for head in 0..shape.num_key_value_heads {
-                let (key, value) = scene.cache.token(LAYER, scene.slot(sequence, length - 1), head).unwrap();
-                let value_at = columns + (shape.num_key_value_heads + head) * head_dim;
-                assert_close(&key, &row[columns + head * head_dim..][..head_dim], shape.tolerance(), "key");
-                assert_close(&value, &row[value_at..][..head_dim], shape.tolerance(), "value");
-            }
+        // A large or a small cluster for each; over all blocks, none of which has parts of two; several in a block.
+        let short = vec![random.random_range(260..700), 1, 17, random.random_range(2..40), 64];
+        let some = (0..20).map(|_| random.random_range(1..300)).collect();
+        let long = vec![random.random_range(4097..4500), 70];
+        let many = (0..270).map(|_| random.random_range(1..150)).collect();
+        for lengths in [short, some, long, many] {
+            rotate_store_and_attend(gpu, shape, &lengths, &mut random);
         }
     });
+}
+
+fn rotate_store_and_attend(gpu: &Arc<Gpu>, shape: Shape, lengths: &[usize], random: &mut StdRng) {
+    let scene = Scene::new(gpu, shape, lengths, random);
+    let (width, head_dim, columns) = (shape.width(), shape.head_dim, shape.num_heads * shape.head_dim);
+    let mut rows = Vec::new();
+    let mut wanted = Vec::new();
+    for (sequence, length) in lengths.iter().enumerate() {
+        if *length > 1 {
+            scene.store(sequence, length - 1);
+        }
+        rows.extend_from_slice(&scene.qkv[sequence][(length - 1) * width..]);
+        wanted.push(scene.expected_rows(sequence, *length).split_off((length - 1) * width));
+    }
+    let ones = vec![1; lengths.len()];
+    let call = scene.call(&mut StepInputs::new(gpu).unwrap(), &ones, &rows, head_dim % 32 == 0);
+    Attention::new(gpu).unwrap().launch_fused(&call, &scene.rope).unwrap();
+    let queries: Vec<f32> = wanted.iter().flat_map(|row| &row[..columns]).map(|value| *value as f32).collect();
+    scene.assert_output(&call.output, &scene.expected(&ones, &queries), "fused");
+    for (sequence, row) in wanted.iter().enumerate() {
+        for head in 0..shape.num_key_value_heads {
+            let slot = scene.slot(sequence, lengths[sequence] - 1);
+            let (key, value) = scene.cache.token(LAYER, slot, head).unwrap();
+            let value_at = columns + (shape.num_key_value_heads + head) * head_dim;
+            assert_close(&key, &row[columns + head * head_dim..][..head_dim], shape.tolerance(), "key");
+            assert_close(&value, &row[value_at..][..head_dim], shape.tolerance(), "value");
+        }
+    }
 }
 
 #[test]

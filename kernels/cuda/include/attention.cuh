@@ -13,6 +13,7 @@ typedef half_t query_t;
 #endif
 
 constexpr float LOWEST = -1e30f;
+constexpr uint32_t MIN_TABLE = 128;
 // Scores are kept relative to a maximum that may be stale by a factor of 2^SLACK, which f16 holds with ease.
 constexpr float SLACK = 8.0f;
 
@@ -21,7 +22,7 @@ struct Batch {
     const uint32_t* token_offsets;  // [num_sequences + 1]: first row of each
     const uint32_t* first_positions;  // [num_sequences]: tokens in the cache before this step
     const uint32_t* table_offsets;  // [num_sequences]: where the table of each begins
-    const uint32_t* block_tables;  // one after the other
+    const uint32_t* block_tables;  // one after the other, [at least MIN_TABLE]
     uint32_t num_sequences;
     // Sequences of fewer or more tokens are left to another launch.
     uint32_t min_tokens, max_tokens;

@@ -48,6 +48,11 @@ impl GpuLimits {
     pub fn has_overlapped_launch(&self) -> bool {
         self.compute_capability >= (9, 0)
     }
+
+    /// Whether blocks form clusters that read each other's shared memory.
+    pub fn has_clusters(&self) -> bool {
+        self.compute_capability >= (9, 0)
+    }
 }
 
 /// A module is known by its source and the options that it was compiled with.

@@ -18,8 +18,8 @@ use crate::KernelError;
 
 /// Most blocks of a launch along each axis.
 const MAX_GRID: [u32; 3] = [i32::MAX as u32, u16::MAX as u32, u16::MAX as u32];
-/// Shared memory that a block may have without asking.
-const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
+/// Shared memory that a block may have without asking, beside some that its kernel declares: 48 KiB for both.
+const DEFAULT_SHARED_BYTES: u32 = 32 << 10;
 
 /// One argument of a kernel, of the type that the kernel declares.
 #[derive(Clone, Copy, Debug)]

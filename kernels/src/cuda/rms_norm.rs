@@ -66,9 +66,8 @@ impl RowShape {
     /// # Errors
     /// As [`new`](Self::new).
     pub(super) fn of(gpu: &Gpu, num_tokens: usize, width: usize) -> Result<Self, KernelError> {
-        let has_clusters = gpu.limits().compute_capability >= (9, 0);
         let wanted = width.div_ceil(CHUNK * FEW_THREADS).next_power_of_two();
-        let is_spread = has_clusters && num_tokens <= MAX_MATVEC_TOKENS;
+        let is_spread = gpu.limits().has_clusters() && num_tokens <= MAX_MATVEC_TOKENS;
         Self::new(gpu, width, if is_spread { wanted.min(MAX_CLUSTER) } else { 1 })
     }
 

@@ -9,6 +9,7 @@ use super::{AttentionCall, MAX_DECODE_TOKENS, OPERATION, pair};
 use crate::{
     KernelError,
     cuda::{Argument, DeviceBuffer, Gpu, Launch, context::GpuLimits, rope_and_store::CudaRope, sources::Source},
+    ops,
 };
 
 /// Device code.
@@ -21,10 +22,11 @@ pub const SOURCE: Source = Source {
             "-DBLOCK_SIZE=16",
             "-DBFLOAT=0",
             "-DQUERY_FLOAT=1",
-            "-DWARPS=4",
-            "-DSTAGES=3",
+            "-DWARPS=8",
+            "-DSTAGES=2",
             "-DQUERY_ROWS=8",
             "-DFUSED=1",
+            "-DCLUSTER=8",
         ],
         &[
             "-DHEAD_DIM=80",
@@ -35,6 +37,7 @@ pub const SOURCE: Source = Source {
             "-DSTAGES=4",
             "-DQUERY_ROWS=16",
             "-DFUSED=0",
+            "-DCLUSTER=2",
         ],
         &[
             "-DHEAD_DIM=256",
@@ -45,6 +48,7 @@ pub const SOURCE: Source = Source {
             "-DSTAGES=2",
             "-DQUERY_ROWS=8",
             "-DFUSED=1",
+            "-DCLUSTER=1",
         ],
     ],
 };
@@ -65,6 +69,14 @@ const QUERY_ROWS: [usize; 3] = [8, 16, 32];
 const MAX_SUMS: usize = 2048;
 /// Smallest range of a block, in units of 16 tokens a warp of a head: less is not worth adding up partial sums.
 const MIN_UNITS: u32 = 2;
+/// Blocks of a cluster, the first of which the GPU holds one for each sequence and head, on a multiprocessor each.
+const CLUSTERS: [usize; 2] = [8, 4];
+/// Warps of their blocks and copies of a ring, where there is room: most sequences that clusters take are so short that each
+/// warp has a step or two.
+const CLUSTER_CUT: (usize, usize) = (8, 2);
+/// Tokens of the longest sequence that a cluster takes, alone and for each sequence and head beside it: the fewer they are,
+/// the sooner it pays to spread them over all blocks.
+const CLUSTER_KEYS: (usize, usize) = (2048, 1024);
 /// Most query rows, for the size of the workspace.
 const MAX_PARTIAL_ROWS: usize = 32;
 
@@ -105,6 +117,33 @@ impl Shape {
         let mut rows = QUERY_ROWS.into_iter().filter(holds);
         rows.clone().find(|rows| *rows >= wanted).or(rows.next_back()).unwrap_or(QUERY_ROWS[0])
     }
+
+    /// Of clusters' blocks.
+    fn of_clusters(limits: &GpuLimits, head_dim: usize) -> Self {
+        let (warps, stages) = CLUSTER_CUT;
+        let shared_bytes = warps * stages * 2 * STEP * head_dim * size_of::<u16>();
+        let shape = Self::new(limits, head_dim);
+        let fits = shared_bytes + STATIC_SHARED_BYTES <= limits.max_shared_bytes as usize;
+        // Every thread loads as many elements of the queries.
+        let is_even = (QUERY_ROWS[0] * head_dim).is_multiple_of(WARP * warps);
+        if fits && is_even { Self { warps, stages, shared_bytes, ..shape } } else { shape }
+    }
+}
+
+/// Blocks of a cluster for each sequence and head of `call`, where a launch has room for `num_sequences`; 1: they are too
+/// many, or too long.
+pub(super) fn cluster(limits: &GpuLimits, call: &ops::Attention<'_>, num_sequences: usize) -> usize {
+    let decoded = || call.sequences.iter().filter(|sequence| sequence.num_tokens <= MAX_DECODE_TOKENS);
+    let num_rows = decoded().map(|sequence| sequence.num_tokens).max().unwrap_or(0) * call.group_size;
+    let num_keys = decoded().map(|sequence| sequence.first_position + sequence.num_tokens).max().unwrap_or(0);
+    let num_tiles = num_rows.div_ceil(Shape::of_clusters(limits, call.head_dim).query_rows(call.head_dim, num_rows));
+    let num_pairs = num_sequences * call.num_key_value_heads * num_tiles;
+    let (least, each) = CLUSTER_KEYS;
+    if !limits.has_clusters() || num_keys > least + each * num_pairs {
+        return 1;
+    }
+    let fits = |cluster: &usize| num_pairs * cluster <= limits.num_multiprocessors as usize;
+    CLUSTERS.into_iter().find(fits).unwrap_or(1)
 }
 
 impl Workspace {
@@ -122,13 +161,18 @@ impl Workspace {
     pub(super) fn launch(&self, gpu: &Gpu, call: &AttentionCall, rope: Option<&CudaRope>) -> Result<(), KernelError> {
         let head_dim = call.batch.spec.head_dim;
         let wanted = call.batch.max_decode_tokens * call.batch.group_size;
-        let shape = Shape::new(gpu.limits(), head_dim);
+        let cluster = call.batch.cluster;
+        let shape =
+            if cluster > 1 { Shape::of_clusters(gpu.limits(), head_dim) } else { Shape::new(gpu.limits(), head_dim) };
+        let query_rows = shape.query_rows(head_dim, wanted);
+        let num_pairs = call.batch.num_sequences * call.batch.spec.num_key_value_heads * wanted.div_ceil(query_rows);
         let mut options = call.options();
         options.extend([
             format!("-DWARPS={}", shape.warps),
             format!("-DSTAGES={}", shape.stages),
-            format!("-DQUERY_ROWS={}", shape.query_rows(head_dim, wanted)),
+            format!("-DQUERY_ROWS={query_rows}"),
             format!("-DFUSED={}", u8::from(rope.is_some())),
+            format!("-DCLUSTER={cluster}"),
         ]);
         let kernel = gpu.kernel(&SOURCE, &options, "attention_decode")?;
         let shared_bytes = shape.shared_bytes as u32;
@@ -143,7 +187,8 @@ impl Workspace {
         ]);
         argument.extend(call.output.argument());
         argument.extend(rope.map_or([0; 3], CudaRope::argument));
-        let blocks = u32::try_from(shape.blocks).map_err(|_| gpu.error(format!("{OPERATION}: too many blocks")))?;
+        let blocks = if cluster > 1 { num_pairs * cluster } else { shape.blocks };
+        let blocks = u32::try_from(blocks).map_err(|_| gpu.error(format!("{OPERATION}: too many blocks")))?;
         let launch = Launch { grid: [blocks, 1, 1], block: [(WARP * shape.warps) as u32, 1, 1], shared_bytes };
         // SAFETY: the structure `Call` of the kernel. `stage` checked every address of the batch against the cache, the
         // caller the rows; the workspace has room for all blocks of any launch, and one stream orders its users.
@@ -168,6 +213,11 @@ mod tests {
                 assert!(shape.warps * rows * (head_dim + 4) * size_of::<f32>() <= shape.shared_bytes, "{what}");
                 assert!(rows * head_dim <= MAX_SUMS && rows <= MAX_PARTIAL_ROWS, "{what}");
                 assert!(shape.query_rows(head_dim, 1) == QUERY_ROWS[0], "{what}");
+                let shape = Shape::of_clusters(&limits, head_dim);
+                let rows = shape.query_rows(head_dim, usize::MAX);
+                let sums = shape.warps * rows * (head_dim + 4) + rows * (head_dim + 2);
+                assert!(sums * size_of::<f32>() <= shape.shared_bytes, "{shape:?} of {head_dim} on {limits:?}");
+                assert_eq!(QUERY_ROWS[0] * head_dim % (WARP * shape.warps), 0, "{shape:?} of {head_dim}");
             }
         }
     }

@@ -21,6 +21,8 @@ const MAX_DECODE_TOKENS: usize = 8;
 /// Room for block tables is a power of two, of at least so many blocks a sequence, so that a recorded step lasts as
 /// sequences grow.
 const MIN_TABLE_BLOCKS: usize = 16;
+/// Least room for all block tables: `MIN_TABLE` of the device code.
+const MIN_TABLE: usize = 128;
 /// Values of a block of 8-bit activations.
 const QUANTIZED_BLOCK: usize = 32;
 /// `MAX_SEQUENCES` of the device code of decode.
@@ -39,6 +41,8 @@ pub struct Batch {
     num_tokens: usize,
     /// Most query tokens of a sequence that is decoded; 0: none is.
     max_decode_tokens: usize,
+    /// Blocks of each cluster that decodes a sequence and head; 1: all blocks share them.
+    cluster: usize,
     /// Tiles of the prefill kernel.
     num_prefill_tiles: usize,
     num_heads: usize,
@@ -112,7 +116,7 @@ impl Attention {
         if got >= limit {
             return Err(KernelError::OutOfRange { operation: OPERATION, what: "blocks of all sequences", got, limit });
         }
-        block_tables.resize(got.max(MIN_TABLE_BLOCKS * num_sequences).next_power_of_two(), 0);
+        block_tables.resize(got.max(MIN_TABLE_BLOCKS * num_sequences).max(MIN_TABLE).next_power_of_two(), 0);
         first_positions.resize(num_sequences, 0);
         table_offsets.resize(num_sequences, 0);
         // Sequences of no tokens fill the batch up.
@@ -127,6 +131,7 @@ impl Attention {
             num_sequences,
             num_tokens,
             max_decode_tokens: lengths().filter(|tokens| *tokens <= MAX_DECODE_TOKENS).max().unwrap_or(0),
+            cluster: decode::cluster(self.gpu.limits(), call, num_sequences),
             num_prefill_tiles: lengths()
                 .filter(|tokens| *tokens > MAX_DECODE_TOKENS)
                 .map(|tokens| (tokens * call.group_size).div_ceil(tile_rows))
