@@ -107,8 +107,14 @@ impl StepInputs {
     pub fn send(&mut self) -> Result<(), KernelError> {
         let pending = self.num_sent..self.staged.len();
         if !pending.is_empty() {
+            if self.num_sent == 0 {
+                // The step before may still be on its way.
+                self.gpu.synchronize()?;
+            }
             let bytes = &self.staged[pending.clone()];
-            self.pinned.bytes_mut()?[pending.clone()].copy_from_slice(bytes);
+            // SAFETY: copies that are under way are of this step, and end at `num_sent`.
+            let pinned = unsafe { self.pinned.bytes_mut_idle() };
+            pinned[pending.clone()].copy_from_slice(bytes);
             self.buffer.write_pinned(pending.start, &self.pinned, pending)?;
             self.num_sent = self.staged.len();
         }

@@ -326,9 +326,9 @@ impl PinnedBuffer {
     /// Its content, to be changed, without waiting.
     ///
     /// # Safety
-    /// All copies to and from it are done.
+    /// All copies to and from what is changed or read of it are done.
     pub(super) unsafe fn bytes_mut_idle(&mut self) -> &mut [u8] {
-        // SAFETY: initialized in `zeroed`; borrowed exclusively, and no copy is under way.
+        // SAFETY: initialized in `zeroed`; borrowed exclusively, and no copy of what is touched is under way.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.num_bytes) }
     }
 }

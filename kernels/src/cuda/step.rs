@@ -1,7 +1,8 @@
-//! A forward step as a list of calls: collected while the host describes it, launched when a result is needed, and
-//! replayed as a recorded graph when the same list comes again.
+//! A forward step as lists of calls: collected while the host describes it, launched when a result is needed, and
+//! replayed as a recorded graph when the same list comes again. A short list of the first calls goes ahead, so that the GPU
+//! works while the host describes the rest.
 //! For: [`CudaDevice`](super::CudaDevice). Decode steps repeat: only the content of their inputs changes, so hundreds of
-//! launches become one. Steps of other shapes are launched call by call.
+//! launches become two. Steps of other shapes are launched call by call.
 //! Invariant: a list is launched in its order, after its inputs were sent; a recorded list shares the memory of its calls.
 
 use std::sync::Arc;
@@ -14,14 +15,16 @@ use crate::KernelError;
 
 /// Shorter lists are not worth recording.
 const MIN_RECORDED_CALLS: usize = 8;
+/// Calls of a step that go ahead: two layers, which take longer than to describe all others.
+const AHEAD_CALLS: usize = 16;
 /// Lists that are remembered; the one that was not used for longest makes room.
-const MAX_KNOWN_STEPS: usize = 64;
+const MAX_KNOWN_LISTS: usize = 128;
 /// Calls that wait for other GPUs, launched one by one before the host waits for them. The driver keeps about a thousand
 /// launches; if one that waits for a lost rank let them pile up, the next would block where nothing looks after the group.
 const MAX_COLLECTIVES_AHEAD: usize = 16;
 
 /// A list that came before.
-struct KnownStep {
+struct KnownList {
     /// Destroyed before the memory that it uses.
     recording: Recording,
     calls: Vec<Call>,
@@ -43,8 +46,10 @@ pub(super) struct Steps {
     pub inputs: StepInputs,
     pending: Vec<Call>,
     is_open: bool,
+    /// Whether some calls of the step went ahead.
+    has_begun: bool,
     /// The latest first.
-    known: Vec<KnownStep>,
+    known: Vec<KnownList>,
 }
 
 impl Steps {
@@ -55,6 +60,7 @@ impl Steps {
             inputs: StepInputs::new(gpu)?,
             pending: Vec::new(),
             is_open: false,
+            has_begun: false,
             known: Vec::new(),
         })
     }
@@ -68,6 +74,7 @@ impl Steps {
     pub fn open(&mut self) {
         self.discard();
         self.is_open = true;
+        self.has_begun = false;
     }
 
     /// Ends a step with what is still pending.
@@ -89,6 +96,11 @@ impl Steps {
 
     /// Adds a call; outside a step it is launched at once.
     pub fn push(&mut self, call: Call) -> Result<(), KernelError> {
+        // Nothing before a matmul is taken back to be fused with what follows.
+        if self.is_open && !self.has_begun && self.pending.len() >= AHEAD_CALLS && matches!(call, Call::Matmul(_)) {
+            self.has_begun = true;
+            self.flush()?;
+        }
         self.pending.push(call);
         if self.is_open {
             return Ok(());
@@ -109,24 +121,26 @@ impl Steps {
             return Ok(());
         }
         self.inputs.send()?;
+        // The calls are dropped once the GPU works.
+        let launched = self.launch_pending();
+        self.pending.clear();
+        launched
+    }
+
+    fn launch_pending(&mut self) -> Result<(), KernelError> {
         // A rehearsal has launched nothing that a recording could rely on.
         if self.pending.len() < MIN_RECORDED_CALLS || self.gpu.is_rehearsing() {
-            let launched = self.launch_each(&self.pending);
-            self.pending.clear();
-            return launched;
+            return self.launch_each(&self.pending);
         }
-        match self.known.iter().position(|step| step.calls == self.pending) {
-            Some(index) => self.known[..=index].rotate_right(1),
-            None => {
-                self.launch_each(&self.pending)?;
-                self.known.truncate(MAX_KNOWN_STEPS - 1);
-                let calls = std::mem::take(&mut self.pending);
-                self.known.insert(0, KnownStep { recording: Recording::None, calls });
-                return Ok(());
-            }
-        }
-        self.pending.clear();
-        let Some(KnownStep { calls, recording }) = self.known.first_mut() else { return Ok(()) };
+        let Some(index) = self.known.iter().position(|list| list.calls == self.pending) else {
+            self.launch_each(&self.pending)?;
+            self.known.truncate(MAX_KNOWN_LISTS - 1);
+            let calls = std::mem::take(&mut self.pending);
+            self.known.insert(0, KnownList { recording: Recording::None, calls });
+            return Ok(());
+        };
+        self.known[..=index].rotate_right(1);
+        let Some(KnownList { calls, recording }) = self.known.first_mut() else { return Ok(()) };
         if matches!(recording, Recording::None) {
             let launch = || calls.iter().try_for_each(|call| self.launchers.launch(call));
             *recording = match Graph::record(&self.gpu, launch) {
@@ -137,10 +151,9 @@ impl Steps {
                 }
             };
         }
-        match self.known.first() {
-            Some(KnownStep { recording: Recording::Done(graph), .. }) => graph.replay(),
-            Some(KnownStep { calls, .. }) => self.launch_each(calls),
-            None => Ok(()),
+        match recording {
+            Recording::Done(graph) => graph.replay(),
+            _ => self.launch_each(&self.pending),
         }
     }
 
@@ -162,6 +175,6 @@ impl Steps {
 impl Drop for Steps {
     /// A communicator is closed once no recording of any step knows it.
     fn drop(&mut self) {
-        self.known.iter_mut().for_each(|step| step.recording = Recording::None);
+        self.known.iter_mut().for_each(|list| list.recording = Recording::None);
     }
 }
