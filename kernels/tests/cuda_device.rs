@@ -12,7 +12,8 @@ use lockstep_formats::{Dtype, GgmlType};
 use lockstep_kernels::{
     Device, KernelError,
     cuda::{CudaDevice, matmul::MAX_MATVEC_TOKENS},
-    ops::Epilogue,
+    device::KvCacheSpec,
+    ops::{Attention, AttentionSequence, Epilogue, RopeAndStore, RopeStyle, RopeTable},
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use steps::{EIGHT_BIT_TOLERANCE, HIDDEN, LAYERS, MAX_TOKENS, Model, SPEC, batch, compare};
@@ -122,6 +123,50 @@ fn readers_of_different_forms_get_their_own() {
         let want = products(&mut device, num_tokens, &mut fresh);
         assert!(want.iter().flatten().all(|value| value.is_finite() && *value != 0.0));
         assert_eq!(products(&mut device, num_tokens, &mut reused), want, "{num_tokens} tokens");
+    }
+}
+
+/// A token that is stored elsewhere than its sequence goes on is stored there, though the rotation, the store and the
+/// attention of a decode step are one launch otherwise.
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn a_token_goes_to_the_slot_that_is_asked_for() {
+    const POSITION: usize = 5;
+    let mut device = open();
+    let KvCacheSpec { num_key_value_heads, head_dim, block_size, .. } = SPEC;
+    let num_heads = 2 * num_key_value_heads;
+    let mut qkv = device.tensor(1, (num_heads + 2 * num_key_value_heads) * head_dim).unwrap();
+    let mut output = device.tensor(1, num_heads * head_dim).unwrap();
+    let frequencies = vec![0.5; head_dim / 2];
+    let rope = RopeTable { style: RopeStyle::Interleaved, rotary_dim: head_dim, frequencies, magnitude: 1.0 };
+    for slot in [POSITION, 2 * block_size + 3] {
+        let mut cache = device.kv_cache(SPEC, Dtype::F16).unwrap();
+        let fill = |row: &mut [f32]| {
+            row.fill(1.0);
+            Ok::<_, KernelError>(())
+        };
+        device.with_host(1, &mut qkv, fill).unwrap();
+        let (positions, slot_mapping) = ([POSITION as u32], [slot as u32]);
+        let layer = 0;
+        let (positions, slot_mapping) = (&positions[..], &slot_mapping[..]);
+        let store = RopeAndStore { num_heads, num_key_value_heads, head_dim, layer, positions, slot_mapping };
+        let sequence = AttentionSequence { num_tokens: 1, first_position: POSITION, block_table: &[0] };
+        let (group_size, group_offset, scale, sequences) = (2, 0, 0.1, &[sequence][..]);
+        let attention =
+            Attention { num_heads, num_key_value_heads, head_dim, group_size, group_offset, scale, layer, sequences };
+        let step = |device: &mut CudaDevice| {
+            device.rope_and_store(&store, &rope, &mut qkv, &mut cache)?;
+            device.attention(&attention, &qkv, &cache, &mut output)
+        };
+        let before = device.gpu().num_launches();
+        device.step::<_, KernelError>(step).unwrap();
+        let num_launches = if slot == POSITION { 1 } else { 2 };
+        assert_eq!(device.gpu().num_launches() - before, num_launches, "slot {slot}");
+        for asked in [POSITION, 2 * block_size + 3] {
+            let (_, value) = cache.token(layer, asked, 1).unwrap();
+            let expected = if asked == slot { 1.0 } else { 0.0 };
+            assert!(value.iter().all(|element| *element == expected), "slot {slot}: {asked} holds {value:?}");
+        }
     }
 }
 

@@ -426,8 +426,9 @@ impl Device for CudaDevice {
             cache: cache.clone(),
             output: output.produce(call.num_tokens(), Producer { make_tiles, make_halves: true }),
         };
-        // One token a sequence: the rotation and the store that were asked for just before happen in the same kernel.
-        let is_fusible = |before: &Call| matches!(before, Call::RopeAndStore(store) if !has_prompt && store.layer == call.layer && store.qkv == attention.queries && store.cache == attention.cache);
+        // One token a sequence, each in its place: the rotation and the store that were asked for just before happen in the
+        // same kernel.
+        let is_fusible = |before: &Call| matches!(before, Call::RopeAndStore(store) if store.is_part_of(&attention));
         match self.steps.pop_if(is_fusible) {
             Some(Call::RopeAndStore(store)) => self.steps.push(Call::FusedAttention(attention, store.rope)),
             _ => self.steps.push(Call::Attention(attention)),

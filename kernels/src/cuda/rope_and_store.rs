@@ -4,7 +4,10 @@
 
 use std::sync::Arc;
 
-use super::{Argument, CudaKvCache, DeviceBuffer, Gpu, InputSlice, Kernel, Launch, StepInputs, sources::Source};
+use super::{
+    Argument, CudaKvCache, DeviceBuffer, Gpu, InputSlice, Kernel, Launch, StepInputs, attention::AttentionCall,
+    sources::Source,
+};
 use crate::{
     KernelError,
     device::KvCacheSpec,
@@ -118,11 +121,24 @@ impl CudaRope {
     }
 }
 
+/// Positions and slots of a step's tokens, on their way to the GPU. Content that is staged twice has one slice, so equal
+/// slices are equal content.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TokenSlots {
+    positions: InputSlice,
+    slot_mapping: InputSlice,
+}
+
+impl TokenSlots {
+    pub(super) fn stage(inputs: &mut StepInputs, positions: &[u32], slot_mapping: &[u32]) -> Result<Self, KernelError> {
+        Ok(Self { positions: inputs.stage(positions)?, slot_mapping: inputs.stage(slot_mapping)? })
+    }
+}
+
 /// Addresses of one call, on their way to the GPU.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeAddresses {
-    positions: InputSlice,
-    slot_mapping: InputSlice,
+    pub(super) tokens: TokenSlots,
     num_tokens: usize,
     num_heads: usize,
     spec: KvCacheSpec,
@@ -143,6 +159,17 @@ pub struct RopeAndStoreCall {
     pub queries: Rows,
     /// The cache.
     pub cache: CudaKvCache,
+}
+
+impl RopeAndStoreCall {
+    /// Whether [`Attention::launch_fused`](super::attention::Attention::launch_fused) of `attention` does the same before it
+    /// attends.
+    pub(super) fn is_part_of(&self, attention: &AttentionCall) -> bool {
+        self.layer == attention.layer
+            && self.qkv == attention.queries
+            && self.cache == attention.cache
+            && attention.batch.tokens.as_ref() == Some(&self.addresses.tokens)
+    }
 }
 
 /// Starts the kernel.
@@ -170,8 +197,7 @@ impl CudaRopeAndStore {
         let qkv_width = (call.num_heads + 2 * call.num_key_value_heads) * call.head_dim;
         call.check(table, cache.spec(), qkv_width)?;
         Ok(RopeAddresses {
-            positions: inputs.stage(call.positions)?,
-            slot_mapping: inputs.stage(call.slot_mapping)?,
+            tokens: TokenSlots::stage(inputs, call.positions, call.slot_mapping)?,
             num_tokens: call.num_tokens(),
             num_heads: call.num_heads,
             spec: *cache.spec(),
@@ -185,7 +211,7 @@ impl CudaRopeAndStore {
     /// cache, [`KernelError::Device`] if the launch fails.
     pub fn launch(&self, call: &RopeAndStoreCall) -> Result<(), KernelError> {
         let spec = call.cache.spec();
-        let RopeAddresses { positions, slot_mapping, num_tokens, num_heads, spec: staged_for } = &call.addresses;
+        let RopeAddresses { tokens, num_tokens, num_heads, spec: staged_for } = &call.addresses;
         call.cache.expect_spec(OPERATION, staged_for)?;
         let all_heads = num_heads + 2 * spec.num_key_value_heads;
         call.rope.check(OPERATION, spec.head_dim)?;
@@ -199,8 +225,8 @@ impl CudaRopeAndStore {
         let arguments = [
             (&*call.qkv.buffer).into(),
             Argument::Struct(bytemuck::cast_slice(&rope)),
-            positions.pointer().into(),
-            slot_mapping.pointer().into(),
+            tokens.positions.pointer().into(),
+            tokens.slot_mapping.pointer().into(),
             (*num_heads as u32).into(),
             (spec.num_key_value_heads as u32).into(),
             (&*call.queries.buffer).into(),

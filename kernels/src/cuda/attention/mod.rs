@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use super::{
     Activations, CudaKvCache, Gpu, InputSlice, StepInputs,
-    rope_and_store::{CudaRope, Element, Rows},
+    rope_and_store::{CudaRope, Element, Rows, TokenSlots},
 };
 use crate::{KernelError, device::KvCacheSpec, ops};
 
@@ -37,6 +37,8 @@ pub struct Batch {
     table_offsets: InputSlice,
     /// One after the other.
     block_tables: InputSlice,
+    /// Where [`Attention::launch_fused`] puts the tokens, if every sequence has one.
+    pub(super) tokens: Option<TokenSlots>,
     num_sequences: usize,
     num_tokens: usize,
     /// Most query tokens of a sequence that is decoded; 0: none is.
@@ -121,6 +123,11 @@ impl Attention {
         table_offsets.resize(num_sequences, 0);
         // Sequences of no tokens fill the batch up.
         token_offsets.resize(num_sequences + 1, num_tokens as u32);
+        let is_decode = call.sequences.iter().all(|sequence| sequence.num_tokens == 1);
+        let positions = || call.sequences.iter().map(|sequence| sequence.first_position as u32);
+        let slots = || call.sequences.iter().map(|sequence| slot(sequence, cache.spec()));
+        let tokens =
+            is_decode.then(|| TokenSlots::stage(inputs, &Vec::from_iter(positions()), &Vec::from_iter(slots())));
         let lengths = || call.sequences.iter().map(|sequence| sequence.num_tokens);
         let tile_rows = prefill::tile_rows(&self.gpu, call.head_dim);
         Ok(Batch {
@@ -128,6 +135,7 @@ impl Attention {
             first_positions: inputs.stage(&first_positions)?,
             table_offsets: inputs.stage(&table_offsets)?,
             block_tables: inputs.stage(&block_tables)?,
+            tokens: tokens.transpose()?,
             num_sequences,
             num_tokens,
             max_decode_tokens: lengths().filter(|tokens| *tokens <= MAX_DECODE_TOKENS).max().unwrap_or(0),
@@ -203,6 +211,12 @@ impl Attention {
 
 fn num_blocks(sequence: &ops::AttentionSequence<'_>, spec: &KvCacheSpec) -> usize {
     (sequence.first_position + sequence.num_tokens).div_ceil(spec.block_size)
+}
+
+/// The slot of a sequence's first new token.
+fn slot(sequence: &ops::AttentionSequence<'_>, spec: &KvCacheSpec) -> u32 {
+    let block = sequence.block_table[sequence.first_position / spec.block_size] as usize;
+    (block * spec.block_size + sequence.first_position % spec.block_size) as u32
 }
 
 /// Two 32-bit members of a structure of the device code.
