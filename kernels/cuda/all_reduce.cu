@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const uint32_t chunk = blockIdx.x * blockDim.x + threadIdx.x, index = 4 * chunk;
     const bool is_inside = index < len;
     wait_for_previous();
-    const OneShot exchange(ranks);
+    OneShot exchange(ranks);
     const float4 own = load_within(values, index, is_inside ? len : 0);
     if (is_inside) exchange.send(chunk, own);
     exchange.keep_epoch();
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(CLUSTER > 1 ? MAX_CLUSTER_THREADS :
     float4 weights[CHUNKS], values[CHUNKS];
     load_row(weight, width, weights);
     wait_for_previous();
-    const OneShot exchange(ranks);
+    OneShot exchange(ranks);
     load_row(row, width, values);
 #pragma unroll
     for (unsigned chunk = 0; chunk < CHUNKS; ++chunk) {

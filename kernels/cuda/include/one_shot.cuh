@@ -97,7 +97,7 @@ struct OneShot {
     }
 
     // Adds the values of all ranks in the order of the ranks: the same bits on each of them.
-    __device__ __forceinline__ float4 receive_sum(uint32_t chunk, float4 own) const {
+    __device__ __forceinline__ float4 receive_sum(uint32_t chunk, float4 own) {
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
         for (unsigned first = 0; first < WORLD_SIZE; first += TOGETHER) {
@@ -125,7 +125,7 @@ private:
 
     // Waits for the lines of a chunk from ranks `first` on. Each look is at all lines that are missing: one after the
     // other they would cost a trip to memory each.
-    __device__ __forceinline__ void receive(uint32_t chunk, unsigned first, uint4 (&lines)[TOGETHER][2]) const {
+    __device__ __forceinline__ void receive(uint32_t chunk, unsigned first, uint4 (&lines)[TOGETHER][2]) {
         bool is_missing = true;
         for (unsigned looks = 1; is_missing; ++looks) {
 #pragma unroll
@@ -145,11 +145,12 @@ private:
         }
     }
 
-    // Whether a wait has no end: the group was aborted.
-    __device__ __forceinline__ bool is_given_up(unsigned looks) const {
-        if (was_left) return true;
-        if (looks % LOOKS != 0 || *(const volatile uint32_t*)ranks.abort == 0) return false;
-        for (unsigned block = 0; block < MAX_BLOCKS; ++block) ranks.states[block].y = 1;
-        return true;
+    // Whether a wait has no end: the group was aborted. Then this thread waits no more either.
+    __device__ __forceinline__ bool is_given_up(unsigned looks) {
+        if (!was_left && looks % LOOKS == 0 && *(const volatile uint32_t*)ranks.abort != 0) {
+            was_left = true;
+            for (unsigned block = 0; block < MAX_BLOCKS; ++block) ranks.states[block].y = 1;
+        }
+        return was_left;
     }
 };

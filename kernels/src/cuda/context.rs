@@ -17,7 +17,8 @@ use cudarc::{
 };
 
 use super::{
-    CudaCommunicator, KernelCache,
+    KernelCache,
+    communicator::Membership,
     compiler::{Compiler, architecture},
     launch::Kernel,
     memory,
@@ -70,7 +71,7 @@ pub struct Gpu {
     pub(super) pool: Pool,
     pub(super) num_launches: AtomicU64,
     /// Groups of GPUs that its work may wait for.
-    pub(super) communicators: Mutex<Vec<Weak<CudaCommunicator>>>,
+    pub(super) memberships: Mutex<Vec<Weak<Membership>>>,
 }
 
 impl Gpu {
@@ -98,7 +99,7 @@ impl Gpu {
             rehearsal: Rehearsal::default(),
             pool: Pool::default(),
             num_launches: AtomicU64::default(),
-            communicators: Mutex::default(),
+            memberships: Mutex::default(),
             context,
             stream,
             limits,

@@ -9,7 +9,7 @@ use std::{
 
 use cudarc::driver::sys::{CUresult, cuStreamQuery};
 
-use super::{CudaCommunicator, Gpu};
+use super::{Gpu, communicator::Membership};
 use crate::KernelError;
 
 /// Between two looks after the groups.
@@ -21,11 +21,17 @@ const PAUSE: Duration = Duration::from_micros(50);
 const GRACE: Duration = Duration::from_secs(10);
 
 impl Gpu {
-    /// Makes waits look after `communicator` for as long as it lives.
-    pub(super) fn register(&self, communicator: &Arc<CudaCommunicator>) {
-        let mut communicators = self.communicators.lock().unwrap_or_else(PoisonError::into_inner);
-        communicators.retain(|known| known.strong_count() > 0);
-        communicators.push(Arc::downgrade(communicator));
+    /// Makes waits look after `membership` for as long as it lives.
+    pub(super) fn register(&self, membership: &Arc<Membership>) {
+        let mut memberships = self.memberships.lock().unwrap_or_else(PoisonError::into_inner);
+        memberships.push(Arc::downgrade(membership));
+    }
+
+    /// Ends that.
+    pub(super) fn unregister(&self, membership: &Arc<Membership>) {
+        let gone = Arc::downgrade(membership);
+        let mut memberships = self.memberships.lock().unwrap_or_else(PoisonError::into_inner);
+        memberships.retain(|known| !known.ptr_eq(&gone));
     }
 
     /// Waits until all work is done.
@@ -35,7 +41,7 @@ impl Gpu {
     /// so that the work's result is garbage.
     pub fn synchronize(&self) -> Result<(), KernelError> {
         self.drain()?;
-        self.registered().iter().try_for_each(|communicator| communicator.check())
+        self.registered().iter().try_for_each(|membership| membership.check())
     }
 
     /// Waits until all work is done, whatever its results are worth.
@@ -43,18 +49,18 @@ impl Gpu {
     /// # Errors
     /// [`KernelError::Device`] with what went wrong in work that was started before.
     pub(super) fn drain(&self) -> Result<(), KernelError> {
-        let communicators = self.registered();
-        if communicators.is_empty() {
+        let memberships = self.registered();
+        if memberships.is_empty() {
             return self.stream().synchronize().map_err(self.failed("cuStreamSynchronize"));
         }
-        self.drain_looking_after(&communicators.iter().map(|communicator| &**communicator).collect::<Vec<_>>())
+        self.drain_looking_after(&memberships)
     }
 
-    /// Waits until all work is done, some of it that of `communicators`.
+    /// Waits until all work is done, some of it that of groups.
     ///
     /// # Errors
     /// As [`drain`](Self::drain).
-    pub(super) fn drain_looking_after(&self, communicators: &[&CudaCommunicator]) -> Result<(), KernelError> {
+    pub(super) fn drain_looking_after(&self, memberships: &[Arc<Membership>]) -> Result<(), KernelError> {
         self.bind()?;
         let start = Instant::now();
         let mut next_look = LOOK_INTERVAL;
@@ -68,9 +74,9 @@ impl Gpu {
             let waited = start.elapsed();
             if waited >= next_look {
                 next_look = waited + LOOK_INTERVAL;
-                communicators.iter().for_each(|communicator| communicator.look(waited));
-                if let Some(reason) = communicators.iter().find_map(|communicator| communicator.abort_reason()) {
-                    communicators.iter().for_each(|communicator| communicator.abort(&reason));
+                memberships.iter().for_each(|membership| membership.look(waited));
+                if let Some(reason) = memberships.iter().find_map(|membership| membership.abort_reason()) {
+                    memberships.iter().for_each(|membership| membership.abort(&reason));
                     if *aborted_at.get_or_insert(waited) + GRACE < waited {
                         return Err(self.error(format!("it still works {GRACE:?} after an abort: {reason}")));
                     }
@@ -84,8 +90,8 @@ impl Gpu {
         }
     }
 
-    fn registered(&self) -> Vec<Arc<CudaCommunicator>> {
-        let communicators = self.communicators.lock().unwrap_or_else(PoisonError::into_inner);
-        communicators.iter().filter_map(std::sync::Weak::upgrade).collect()
+    fn registered(&self) -> Vec<Arc<Membership>> {
+        let memberships = self.memberships.lock().unwrap_or_else(PoisonError::into_inner);
+        memberships.iter().filter_map(std::sync::Weak::upgrade).collect()
     }
 }

@@ -5,16 +5,17 @@
 //! Invariant: no wait outlasts the group: [`Gpu::drain`] and [`CudaCommunicator::launch`] look whether it has ended, or
 //! took longer than its time-out, and a thread of the communicator does while the driver blocks the rank's. Then the
 //! communicator is aborted, which frees the GPU from waiting, and every later use is an error that says why.
+//!
+//! - [`membership`]: whether the group is open, and who looks after it.
+//! - [`nccl`]: NCCL's calls. [`offer`]: what ranks tell each other before they meet.
 
+mod membership;
 mod nccl;
 mod offer;
 
-use std::{
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
-    thread::{self, JoinHandle},
-    time::{Duration, Instant},
-};
+use std::sync::Arc;
 
+pub(super) use self::membership::Membership;
 use self::nccl::{ID_BYTES, Nccl};
 use super::{DeviceBuffer, Gpu, OneShot, rms_norm::RmsNormCall};
 use crate::{
@@ -22,24 +23,12 @@ use crate::{
     group::{Collective, Exchange, Group, NO_OFFER},
 };
 
-/// Between two looks after a group while nobody waits for it, or the driver blocks who does.
-const WATCH_INTERVAL: Duration = Duration::from_millis(100);
-/// Longest wait for NCCL to let go of a communicator.
-const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// This rank's side of a group of GPUs.
+/// This rank's side of a group of GPUs. It is closed by the thread that drops it: others know its membership alone.
 pub struct CudaCommunicator {
     gpu: Arc<Gpu>,
-    group: Group,
-    state: Mutex<State>,
+    membership: Arc<Membership>,
     /// For short sums, where the GPUs can; aborted with the rest.
     one_shot: Option<OneShot>,
-    closing: Mutex<Option<JoinHandle<()>>>,
-}
-
-enum State {
-    Open(Nccl),
-    Aborted(String),
 }
 
 /// What a group of GPUs does with values of this one.
@@ -94,7 +83,8 @@ impl CudaCommunicator {
         match met {
             Ok(mut communicator) if all_met => {
                 communicator.one_shot = OneShot::join(gpu, group.rank, group.world_size, exchange)?;
-                Ok(Some(communicator.share()))
+                communicator.membership.look_after(communicator.one_shot.as_ref().map(OneShot::abort_flag));
+                Ok(Some(Arc::new(communicator)))
             }
             Ok(_) => {
                 tracing::warn!("GPUs do not meet: another rank of the group failed to");
@@ -111,37 +101,16 @@ impl CudaCommunicator {
     fn meet(gpu: &Arc<Gpu>, group: &Group, id: [u8; ID_BYTES]) -> Result<Self, KernelError> {
         gpu.bind()?;
         let nccl = Nccl::begin(id, group.rank, group.world_size).map_err(|what| gpu.error(what))?;
-        let group = Group { timeout: group.timeout / 2, ..group.clone() };
-        let (state, closing) = (Mutex::new(State::Open(nccl)), Mutex::default());
-        let mut communicator = Self { gpu: Arc::clone(gpu), group, state, one_shot: None, closing };
-        communicator.wait_ready()?;
-        communicator.group.timeout *= 2;
+        let membership = Membership::new(gpu, group, nccl);
+        // Until it is ready it is closed on drop, as afterwards.
+        let communicator = Self { gpu: Arc::clone(gpu), membership, one_shot: None };
+        communicator.membership.wait_ready(group.timeout / 2)?;
         Ok(communicator)
-    }
-
-    /// From here on its waits are looked after.
-    fn share(self) -> Arc<Self> {
-        let communicator = Arc::new(self);
-        communicator.gpu.register(&communicator);
-        let watched = Arc::downgrade(&communicator);
-        let watch = thread::Builder::new().name("nccl-watch".to_owned()).spawn(move || Self::watch(&watched));
-        if let Err(error) = watch {
-            tracing::error!(%error, "no thread to watch a communicator of GPUs: it is looked after in waits alone");
-        }
-        communicator
-    }
-
-    fn watch(watched: &Weak<Self>) {
-        while let Some(communicator) = watched.upgrade() {
-            communicator.look(Duration::ZERO);
-            drop(communicator);
-            thread::sleep(WATCH_INTERVAL);
-        }
     }
 
     /// This rank's place.
     pub fn rank(&self) -> usize {
-        self.group.rank
+        self.membership.group().rank
     }
 
     /// Starts a call, or records it.
@@ -151,29 +120,27 @@ impl CudaCommunicator {
     /// [`KernelError::Device`] if the communicator is or gets aborted.
     pub fn launch(call: &CollectiveCall) -> Result<(), KernelError> {
         let CollectiveCall { communicator, collective, len, values, is_half } = call;
-        let (operation, Self { gpu, group, .. }) = ("collective", &**communicator);
+        let (operation, Self { gpu, membership, .. }) = ("collective", &**communicator);
         let element_bytes = if *is_half { size_of::<u16>() } else { size_of::<f32>() };
         values.expect_bytes(operation, "bytes of the values", len * element_bytes)?;
         if let Collective::Send { peer } | Collective::Receive { peer } = *collective
-            && peer >= group.world_size
+            && peer >= membership.group().world_size
         {
-            let limit = group.world_size;
+            let limit = membership.group().world_size;
             return Err(KernelError::OutOfRange { operation, what: "peer", got: peer, limit });
         }
         gpu.bind()?;
-        communicator.check()?;
+        membership.check()?;
         if let Some(one_shot) = call.one_shot() {
             return one_shot.all_reduce(*len, values);
         }
         if gpu.is_rehearsing() {
             return Ok(());
         }
-        if let State::Open(nccl) = &*communicator.lock() {
-            // SAFETY: the length was checked; the call shares the buffer, and lives as long as its recording.
-            unsafe { nccl.enqueue(gpu, *collective, values.pointer(), *len, *is_half) }
-                .map_err(|what| gpu.error(what))?;
-        }
-        communicator.wait_ready()
+        // SAFETY: the length was checked; the call shares the buffer, and lives as long as its recording.
+        let enqueue = |nccl: &Nccl| unsafe { nccl.enqueue(gpu, *collective, values.pointer(), *len, *is_half) };
+        membership.with_nccl(enqueue)?;
+        membership.wait_ready(membership.group().timeout)
     }
 
     /// Starts a sum of [those](CollectiveCall::takes_norm) which the norm of its result goes with.
@@ -181,112 +148,20 @@ impl CudaCommunicator {
     /// # Errors
     /// As [`launch`](Self::launch) and [`OneShot::all_reduce_norm`].
     pub(super) fn launch_with_norm(call: &CollectiveCall, norm: &RmsNormCall) -> Result<(), KernelError> {
-        call.communicator.check()?;
+        call.communicator.membership.check()?;
         match call.one_shot() {
             Some(one_shot) => one_shot.all_reduce_norm(norm),
             None => Err(call.communicator.gpu.error("a sum that NCCL makes has no norm".to_owned())),
         }
     }
-
-    /// Waits until NCCL's host threads are done with what was asked for.
-    fn wait_ready(&self) -> Result<(), KernelError> {
-        let start = Instant::now();
-        loop {
-            let state = match &*self.lock() {
-                State::Open(nccl) => nccl.is_ready(),
-                State::Aborted(_) => Ok(true),
-            };
-            match state {
-                Ok(true) => return self.check(),
-                Ok(false) => self.look(start.elapsed()),
-                Err(what) => self.abort(&what),
-            }
-            thread::yield_now();
-        }
-    }
-
-    /// Aborts if the group has ended, NCCL has failed, or the others were waited for too long.
-    pub(super) fn look(&self, waited: Duration) {
-        let failed = match &*self.lock() {
-            State::Open(nccl) => nccl.is_ready().err(),
-            State::Aborted(_) => return,
-        };
-        let timeout = self.group.timeout;
-        let is_late = || (waited >= timeout).then(|| format!("other GPUs did not come within {timeout:?}"));
-        if let Some(reason) = failed.or_else(&*self.group.end_reason).or_else(is_late) {
-            self.abort(&reason);
-        }
-    }
-
-    /// Ends the GPU's waiting for others; what it computes from then on is garbage.
-    pub(super) fn abort(&self, reason: &str) {
-        let state = std::mem::replace(&mut *self.lock(), State::Aborted(reason.to_owned()));
-        match state {
-            State::Open(nccl) => {
-                tracing::info!(reason, rank = self.group.rank, "communicator of GPUs aborted");
-                self.one_shot.iter().for_each(OneShot::abort);
-                self.close(nccl);
-            }
-            // The first reason stays.
-            aborted @ State::Aborted(_) => *self.lock() = aborted,
-        }
-    }
-
-    /// Refuses to go on after an abort.
-    pub(super) fn check(&self) -> Result<(), KernelError> {
-        match self.abort_reason() {
-            None => Ok(()),
-            Some(reason) => Err(self.gpu.error(format!("its communicator was aborted: {reason}"))),
-        }
-    }
-
-    /// Why it was aborted, if it was.
-    pub(super) fn abort_reason(&self) -> Option<String> {
-        match &*self.lock() {
-            State::Open(_) => None,
-            State::Aborted(reason) => Some(reason.clone()),
-        }
-    }
-
-    /// Aborts on a thread of its own: the call waits for graphs that the rank still holds.
-    fn close(&self, nccl: Nccl) {
-        let gpu = Arc::clone(&self.gpu);
-        let close = move || {
-            let aborted = gpu.bind().and_then(|()| nccl.abort().map_err(|what| gpu.error(what)));
-            if let Err(error) = aborted {
-                tracing::error!(%error, "a communicator of GPUs could not be closed");
-            }
-        };
-        match thread::Builder::new().name("nccl-close".to_owned()).spawn(close) {
-            Ok(closing) => *self.closing.lock().unwrap_or_else(PoisonError::into_inner) = Some(closing),
-            Err(error) => tracing::error!(%error, "no thread to close a communicator of GPUs"),
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Drop for CudaCommunicator {
-    /// A process that ends while NCCL lets go would crash, so this waits for it.
     fn drop(&mut self) {
         // What others still wait for is sent first. An error was reported to whoever launched the work.
-        let _ = self.gpu.drain_looking_after(&[self]);
-        if let State::Open(nccl) = std::mem::replace(&mut *self.lock(), State::Aborted("it was closed".to_owned())) {
-            self.close(nccl);
-        }
-        let Some(closing) = self.closing.get_mut().unwrap_or_else(PoisonError::into_inner).take() else { return };
-        let start = Instant::now();
-        while !closing.is_finished() {
-            if start.elapsed() > CLOSE_TIMEOUT {
-                tracing::error!("NCCL does not let go of a communicator: it is left open");
-                return;
-            }
-            thread::sleep(Duration::from_millis(1));
-        }
-        // A panic there was reported by the panic hook.
-        let _ = closing.join();
+        let _ = self.gpu.drain_looking_after(&[Arc::clone(&self.membership)]);
+        self.membership.close();
+        self.gpu.unregister(&self.membership);
     }
 }
 
@@ -299,6 +174,7 @@ impl PartialEq for CudaCommunicator {
 
 impl std::fmt::Debug for CudaCommunicator {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(formatter, "CudaCommunicator(rank {} of {})", self.group.rank, self.group.world_size)
+        let Group { rank, world_size, .. } = self.membership.group();
+        write!(formatter, "CudaCommunicator(rank {rank} of {world_size})")
     }
 }

@@ -2,16 +2,24 @@
 //! through a handle of the driver in another one.
 //! For: [`OneShot::join`](super::OneShot::join).
 //! Invariant: a [`PeerInbox`] is writable by the GPU that opened it until it is dropped. Ranks of one process share the
-//! memory, so there it lives as long as any of them; a process that ends while others write makes their work fail.
+//! memory, so there it lives as long as any of them. Memory that another process may have mapped must not be freed before
+//! that process has closed it, and ranks close in no order: such inboxes are [kept](KEPT) for later groups, as long as the
+//! process lives. One that ends while others write makes their work fail.
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Mutex, PoisonError, Weak},
+    sync::{
+        Arc, Mutex, PoisonError, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
-use cudarc::driver::{DriverError, sys};
+use cudarc::driver::{CudaContext, DriverError, result, sys};
 
-use super::super::{DeviceBuffer, DevicePointer, Gpu};
+use super::super::{
+    DevicePointer, Gpu,
+    memory::{allocate, free},
+};
 use crate::KernelError;
 
 /// A UUID as Linux prints it.
@@ -24,7 +32,27 @@ const HANDLE_BYTES: usize = 64;
 const GPU_ID_BYTES: usize = 16;
 
 /// Inboxes of this process, for its other ranks. Their ids are unique, so a rank of another process finds none.
-static LOCAL: Mutex<BTreeMap<Uuid, Weak<DeviceBuffer>>> = Mutex::new(BTreeMap::new());
+static LOCAL: Mutex<BTreeMap<Uuid, Weak<InboxMemory>>> = Mutex::new(BTreeMap::new());
+
+/// Memory that other processes may still have mapped and no group of this one uses, zeroed when another group takes it. A
+/// rank that was aborted sends nothing more; what one sends that does not know of the abort yet is of an operation under
+/// way, whose epoch a new group reaches much later.
+static KEPT: Mutex<Vec<KeptMemory>> = Mutex::new(Vec::new());
+
+struct KeptMemory {
+    /// Memory is freed with the last owner of its context.
+    context: Arc<CudaContext>,
+    pointer: DevicePointer,
+    num_bytes: usize,
+}
+
+/// Memory of an inbox, one allocation of its own.
+pub(super) struct InboxMemory {
+    gpu: Arc<Gpu>,
+    pointer: DevicePointer,
+    num_bytes: usize,
+    is_known_elsewhere: AtomicBool,
+}
 
 /// What a rank tells the others of its inbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,13 +67,13 @@ struct Card {
 
 /// A rank's own inbox.
 pub(super) struct Inbox {
-    buffer: Arc<DeviceBuffer>,
+    memory: Arc<InboxMemory>,
     card: Card,
 }
 
 /// The inbox of some rank, as its writer knows it.
 pub(super) enum PeerInbox {
-    Shared(Arc<DeviceBuffer>),
+    Shared(Arc<InboxMemory>),
     Mapped(MappedMemory),
 }
 
@@ -71,6 +99,40 @@ impl Card {
     }
 }
 
+impl InboxMemory {
+    fn zeroed(gpu: &Arc<Gpu>, num_bytes: usize) -> Result<Self, KernelError> {
+        let kept = {
+            let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
+            let fits = |kept: &KeptMemory| kept.context.ordinal() == gpu.ordinal() && kept.num_bytes == num_bytes;
+            let index = kept.iter().position(fits);
+            index.map(|index| kept.swap_remove(index))
+        };
+        let (pointer, is_known_elsewhere) = match kept {
+            Some(kept) => (kept.pointer, AtomicBool::new(true)),
+            None => (allocate(gpu, num_bytes)?, AtomicBool::new(false)),
+        };
+        let memory = Self { gpu: Arc::clone(gpu), pointer, num_bytes, is_known_elsewhere };
+        gpu.bind()?;
+        // SAFETY: inside the allocation.
+        unsafe { result::memset_d8_async(pointer.0, 0, num_bytes, gpu.stream().cu_stream()) }
+            .map_err(gpu.failed("cuMemsetD8Async"))?;
+        Ok(memory)
+    }
+}
+
+impl Drop for InboxMemory {
+    fn drop(&mut self) {
+        if *self.is_known_elsewhere.get_mut() {
+            let context = Arc::clone(self.gpu.stream().context());
+            let kept = KeptMemory { context, pointer: self.pointer, num_bytes: self.num_bytes };
+            KEPT.lock().unwrap_or_else(PoisonError::into_inner).push(kept);
+        } else {
+            // SAFETY: allocated in `zeroed`, freed once; the ranks that write to it have waited for their work.
+            unsafe { free(&self.gpu, self.pointer) };
+        }
+    }
+}
+
 impl Inbox {
     /// Zeroed memory, and what others need to reach it.
     pub(super) fn new(gpu: &Arc<Gpu>, num_bytes: usize) -> Result<Self, KernelError> {
@@ -82,8 +144,8 @@ impl Inbox {
         };
         let (boot_id, inbox_id) = (random("boot_id")?, random("uuid")?);
         let gpu_id = gpu.uuid()?;
-        let buffer = Arc::new(DeviceBuffer::zeroed(gpu, num_bytes.next_multiple_of(GRANULE_BYTES))?);
-        let handle = match export(gpu, &buffer) {
+        let memory = Arc::new(InboxMemory::zeroed(gpu, num_bytes.next_multiple_of(GRANULE_BYTES))?);
+        let handle = match export(gpu, memory.pointer) {
             Ok(handle) => Some(handle),
             Err(error) => {
                 tracing::info!(%error, "memory cannot be shared with other processes");
@@ -92,9 +154,9 @@ impl Inbox {
         };
         // What the map holds is whole at any time, so a panic elsewhere does not spoil it.
         let mut local = LOCAL.lock().unwrap_or_else(PoisonError::into_inner);
-        local.retain(|_, buffer| buffer.strong_count() > 0);
-        local.insert(inbox_id, Arc::downgrade(&buffer));
-        Ok(Self { buffer, card: Card { boot_id, inbox_id, gpu_id, handle } })
+        local.retain(|_, memory| memory.strong_count() > 0);
+        local.insert(inbox_id, Arc::downgrade(&memory));
+        Ok(Self { memory, card: Card { boot_id, inbox_id, gpu_id, handle } })
     }
 
     /// What the other ranks are told.
@@ -104,7 +166,15 @@ impl Inbox {
 
     /// This rank's own memory.
     pub(super) fn own(&self) -> PeerInbox {
-        PeerInbox::Shared(Arc::clone(&self.buffer))
+        PeerInbox::Shared(Arc::clone(&self.memory))
+    }
+
+    /// Notes that other processes may open it, if `cards` has some of them.
+    pub(super) fn note_other_processes(&self, cards: &[&[u8]]) {
+        let local = LOCAL.lock().unwrap_or_else(PoisonError::into_inner);
+        if cards.iter().filter_map(|card| Card::decode(card)).any(|card| !local.contains_key(&card.inbox_id)) {
+            self.memory.is_known_elsewhere.store(true, Ordering::Relaxed);
+        }
     }
 
     /// Opens the inbox of rank `other`, or says why it cannot be opened.
@@ -117,9 +187,9 @@ impl Inbox {
             return Err(format!("rank {other} is on the same GPU"));
         }
         let local = LOCAL.lock().unwrap_or_else(PoisonError::into_inner).get(&card.inbox_id).and_then(Weak::upgrade);
-        let gpu = self.buffer.gpu();
+        let gpu = &self.memory.gpu;
         let opened = match (local, card.handle) {
-            (Some(buffer), _) => enable_access(gpu, buffer.gpu()).map(|()| PeerInbox::Shared(buffer)),
+            (Some(memory), _) => enable_access(gpu, &memory.gpu).map(|()| PeerInbox::Shared(memory)),
             (None, Some(handle)) => import(gpu, handle).map(PeerInbox::Mapped),
             (None, None) => return Err(format!("the memory of rank {other} cannot be shared with other processes")),
         };
@@ -131,7 +201,7 @@ impl PeerInbox {
     /// Where it begins.
     pub(super) fn pointer(&self) -> DevicePointer {
         match self {
-            Self::Shared(buffer) => buffer.pointer(),
+            Self::Shared(memory) => memory.pointer,
             Self::Mapped(memory) => memory.pointer,
         }
     }
@@ -169,13 +239,11 @@ fn enable_access(gpu: &Gpu, peer: &Gpu) -> Result<(), KernelError> {
 }
 
 /// A handle by which other processes can open the memory.
-fn export(gpu: &Gpu, buffer: &DeviceBuffer) -> Result<[u8; HANDLE_BYTES], KernelError> {
+fn export(gpu: &Gpu, memory: DevicePointer) -> Result<[u8; HANDLE_BYTES], KernelError> {
     gpu.bind()?;
     let mut handle = sys::CUipcMemHandle { reserved: [0; HANDLE_BYTES] };
     // SAFETY: the pointer is to a local; the memory is one whole allocation.
-    unsafe { sys::cuIpcGetMemHandle(&raw mut handle, buffer.pointer().0) }
-        .result()
-        .map_err(gpu.failed("cuIpcGetMemHandle"))?;
+    unsafe { sys::cuIpcGetMemHandle(&raw mut handle, memory.0) }.result().map_err(gpu.failed("cuIpcGetMemHandle"))?;
     Ok(handle.reserved.map(|byte| byte as u8))
 }
 

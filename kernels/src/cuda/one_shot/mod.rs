@@ -1,7 +1,7 @@
 //! One-shot sums over the GPUs of one host: each rank writes its terms straight into the memory of the others.
 //! For: small messages between ranks with peer access, where NCCL's latency is most of the time.
 //! Invariant: either all ranks of a group have a `OneShot` or none has, and all launch the same operations in the same
-//! order. Inboxes live until every rank that writes to them has closed, or its process ended.
+//! order. Inboxes live until every rank that writes to them has closed, or their own process ends.
 //! Not here: the protocol on the GPU (`cuda/include/one_shot.cuh`); large messages and other hosts.
 //!
 //! - [`inbox`]: memory that other ranks write to, in this process and in others.
@@ -41,7 +41,7 @@ pub struct OneShot {
     inboxes: Vec<PeerInbox>,
     /// Epoch of the latest operation and whether one was left before its end, for each block of a launch.
     states: DeviceBuffer,
-    abort: PinnedFlag,
+    abort: Arc<PinnedFlag>,
 }
 
 /// f32 values of the largest message: above, sending everything to everybody costs more than it saves. Measured on two
@@ -78,6 +78,9 @@ impl OneShot {
         let made = Inbox::new(gpu, inbox_bytes).map_err(|error| error.to_string());
         let card = made.as_ref().map(Inbox::card);
         let cards = exchange(&encode(card.as_deref().map_err(|why| why.as_str())))?;
+        if let Ok(inbox) = &made {
+            inbox.note_other_processes(&cards.iter().filter_map(|card| decode(card).ok()).collect::<Vec<_>>());
+        }
         let opened = made.and_then(|inbox| {
             let open = |(other, card): (usize, &Vec<u8>)| {
                 let card = decode(card).map_err(|why| format!("rank {other}: {why}"))?;
@@ -98,7 +101,7 @@ impl OneShot {
 
     fn new(gpu: &Arc<Gpu>, rank: usize, inboxes: Vec<PeerInbox>) -> Result<Self, KernelError> {
         let states = DeviceBuffer::zeroed(gpu, MAX_BLOCKS * size_of::<[u32; 2]>())?;
-        let abort = PinnedFlag::new(gpu)?;
+        let abort = Arc::new(PinnedFlag::new(gpu)?);
         // The inbox is zeroed, too, before others may write to it.
         gpu.synchronize()?;
         Ok(Self { gpu: Arc::clone(gpu), rank, max_len: max_len(inboxes.len()), inboxes, states, abort })
@@ -118,6 +121,11 @@ impl OneShot {
     /// afterwards. The other ranks are not told. Any thread may call it.
     pub fn abort(&self) {
         self.abort.raise();
+    }
+
+    /// What [`abort`](Self::abort) raises, for those who do not know more of it.
+    pub(super) fn abort_flag(&self) -> Arc<PinnedFlag> {
+        Arc::clone(&self.abort)
     }
 
     /// Whether it was aborted: what was computed since may be wrong.
