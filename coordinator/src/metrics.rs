@@ -11,6 +11,7 @@ use lockstep_telemetry::{
     define_metrics,
     http::Probe,
     metrics::{Counters, Gauge, Gauges, Histogram, IntCounter, render},
+    otlp::{self, ExportMetrics},
 };
 use tokio::sync::watch;
 
@@ -117,7 +118,7 @@ impl Probe for CoordinatorProbe {
         for (name, model) in self.router.models().iter() {
             self.metrics.describe(name, model, &live);
         }
-        render(&[self.metrics.registry()])
+        render(&[Some(self.metrics.registry()), otlp::metrics().map(ExportMetrics::registry)])
     }
 }
 

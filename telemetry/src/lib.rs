@@ -1,6 +1,7 @@
 //! What both roles say about themselves while they run.
 //!
 //! - [`metrics`]: Prometheus metrics, each defined once. [`http`]: where they, liveness and readiness are asked for.
+//! - [`trace`]: spans, and how they go on in the next process. [`otlp`]: how they leave.
 //!
 //! Depends on nothing of the workspace. Invariants: labels come from sets that do not grow with the traffic; no prompt
 //! and no output appears anywhere.
@@ -9,3 +10,5 @@
 
 pub mod http;
 pub mod metrics;
+pub mod otlp;
+pub mod trace;

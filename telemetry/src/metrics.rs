@@ -84,9 +84,9 @@ pub type Gauges = GaugeVec;
 /// Histograms with labels.
 pub type Histograms = HistogramVec;
 
-/// The exposition text of some registries.
-pub fn render(registries: &[&Registry]) -> String {
-    let mut families: Vec<_> = registries.iter().flat_map(|registry| registry.gather()).collect();
+/// The exposition text of the registries that there are.
+pub fn render(registries: &[Option<&Registry>]) -> String {
+    let mut families: Vec<_> = registries.iter().flatten().flat_map(|registry| registry.gather()).collect();
     families.sort_by(|one, other| one.name().cmp(other.name()));
     let mut text = Vec::new();
     if let Err(error) = TextEncoder::new().encode(&families, &mut text) {
@@ -113,7 +113,7 @@ pub fn render(registries: &[&Registry]) -> String {
 /// let shop = Shop::new()?;
 /// shop.sales.with_label_values(&["bread"]).inc();
 /// shop.wait.observe(0.5);
-/// assert!(render(&[shop.registry()]).contains("shop_sales_total{kind=\"bread\"} 1"));
+/// assert!(render(&[Some(shop.registry())]).contains("shop_sales_total{kind=\"bread\"} 1"));
 /// # Ok::<(), lockstep_telemetry::metrics::MetricError>(())
 /// ```
 #[macro_export]
@@ -196,7 +196,7 @@ mod tests {
         sample.plain.inc();
         sample.level.with_label_values(&["m", "ready"]).set(2.0);
         sample.wait.observe(0.7);
-        let text = render(&[sample.registry()]);
+        let text = render(&[Some(sample.registry())]);
         for line in [
             "# HELP sample_plain_total Without labels",
             "# TYPE sample_level gauge",

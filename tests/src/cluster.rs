@@ -96,7 +96,7 @@ impl Cluster {
     /// # Errors
     /// As [`start`](Self::start).
     pub fn start_with(layout: Layout, model: &Path) -> anyhow::Result<Self> {
-        Self::start_in(layout, model, &[])
+        Self::start_in(layout, model, &[], &[])
     }
 
     /// One whose members speak mutual TLS with each other, as `files` say; clients stay in clear text.
@@ -104,10 +104,23 @@ impl Cluster {
     /// # Errors
     /// As [`start`](Self::start).
     pub fn start_secured(layout: Layout, files: &TlsFiles) -> anyhow::Result<Self> {
-        Self::start_in(layout, &environment::model()?, &of_members(files)?)
+        Self::start_in(layout, &environment::model()?, &of_members(files)?, &[])
     }
 
-    fn start_in(layout: Layout, model: &Path, environment: &[(&str, &Path)]) -> anyhow::Result<Self> {
+    /// One whose processes are given further arguments.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub fn start_with_arguments(layout: Layout, arguments: &[&str]) -> anyhow::Result<Self> {
+        Self::start_in(layout, &environment::model()?, &[], arguments)
+    }
+
+    fn start_in(
+        layout: Layout,
+        model: &Path,
+        environment: &[(&str, &Path)],
+        arguments: &[&str],
+    ) -> anyhow::Result<Self> {
         let turn = turn()?;
         let folder = TempDir::new()?;
         let ready_file = folder.path().join(READY_FILE);
@@ -122,6 +135,7 @@ impl Cluster {
             .args(["--model-name=smol", "--grpc-port=0", "--http-port=0"])
             .args(layout.arguments())
             .envs(environment.iter().copied())
+            .args(arguments)
             .stdin(Stdio::piped())
             .stdout(log.try_clone()?)
             .stderr(log)

@@ -12,8 +12,22 @@ use tokio::{
 /// # Errors
 /// If nobody answers, or with something else than 200.
 pub async fn get(address: &str, path: &str) -> anyhow::Result<String> {
+    exchange(address, path, &format!("GET {path} HTTP/1.0\r\nhost: {address}\r\n\r\n")).await
+}
+
+/// The answer to JSON that is posted with further `headers`, each ended by a line's end.
+///
+/// # Errors
+/// As [`get`].
+pub async fn post_json(address: &str, path: &str, headers: &str, body: &Value) -> anyhow::Result<String> {
+    let body = body.to_string();
+    let head = format!("POST {path} HTTP/1.0\r\nhost: {address}\r\ncontent-type: application/json\r\n{headers}");
+    exchange(address, path, &format!("{head}content-length: {}\r\n\r\n{body}", body.len())).await
+}
+
+async fn exchange(address: &str, path: &str, request: &str) -> anyhow::Result<String> {
     let mut stream = TcpStream::connect(address).await.with_context(|| format!("connecting to {address}"))?;
-    stream.write_all(format!("GET {path} HTTP/1.0\r\nhost: {address}\r\n\r\n").as_bytes()).await?;
+    stream.write_all(request.as_bytes()).await?;
     let mut answer = String::new();
     stream.read_to_string(&mut answer).await?;
     let (head, body) = answer.split_once("\r\n\r\n").context("no answer")?;

@@ -1,7 +1,7 @@
 //! Harness of the end-to-end tests: real processes of the one binary, a real model, clients over gRPC.
 //!
 //! - [`environment`]: where the binary, the model and Python are. [`cluster`]: `lockstep up`. [`process`]: programs that
-//!   end by themselves. [`client`]: requests. [`http`]: plain HTTP. [`certificates`]: for TLS.
+//!   end by themselves. [`client`]: requests. [`http`]: plain HTTP. [`collector`]: of traces. [`certificates`]: for TLS.
 //!   [`agreement`]: two implementations fed the same tokens.
 //!
 //! The scenarios are in `tests/tests/scenarios`. `tests/run.sh` sets up what they need.
@@ -14,6 +14,7 @@ pub mod agreement;
 pub mod certificates;
 pub mod client;
 pub mod cluster;
+pub mod collector;
 pub mod environment;
 pub mod http;
 pub mod process;

@@ -85,8 +85,10 @@ define_metrics! {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StepMark {
     started: Instant,
-    num_prefill_tokens: usize,
-    num_decode_tokens: usize,
+    /// Tokens that complete or continue prompts.
+    pub num_prefill_tokens: usize,
+    /// Tokens of sequences that decode.
+    pub num_decode_tokens: usize,
 }
 
 impl StepMark {
@@ -297,7 +299,7 @@ mod tests {
         let started = Instant::now();
         let step = StepMark { started, num_prefill_tokens: 5, num_decode_tokens: 1 };
         meter.step(step, started + Duration::from_millis(4));
-        let text = render(&[metrics.registry()]);
+        let text = render(&[Some(metrics.registry())]);
         for line in [
             "lockstep_worker_used_kv_blocks{model=\"m\",replica=\"1\"} 3",
             "lockstep_worker_preemptions_total{model=\"m\",replica=\"1\"} 4",
@@ -308,7 +310,7 @@ mod tests {
             assert!(text.contains(line), "{line}: {text}");
         }
         drop(meter);
-        let text = render(&[metrics.registry()]);
+        let text = render(&[Some(metrics.registry())]);
         assert!(!text.contains("used_kv_blocks{") && text.contains("preemptions_total{"), "{text}");
     }
 }

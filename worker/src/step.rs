@@ -12,6 +12,19 @@ pub struct StepPlan {
     pub step_id: u64,
     /// Prefill chunks and decodes alike, in the order of their rows.
     pub sequences: Vec<StepSequence>,
+    /// Where the spans of a traced step belong.
+    pub trace: Option<StepTrace>,
+}
+
+/// The leader's span of a step, below which the ranks put theirs.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepTrace {
+    /// Of its trace.
+    pub trace_id: u128,
+    /// Its own.
+    pub span_id: u64,
+    /// Ranks show each exchange between hosts.
+    pub is_detailed: bool,
 }
 
 /// One sequence's part of a step.

@@ -9,6 +9,7 @@ use lockstep_proto::{
     status::Class,
     v1::{self, sequence_event::Event},
 };
+use lockstep_telemetry::trace;
 use tokio::{sync::watch, time::Instant};
 use tonic::{Status, Streaming};
 
@@ -41,6 +42,8 @@ impl Attempt {
         let mut leader = load.replica.leader.clone();
         let mut state = load.replica.watch();
         let num_uncomputed = request.token_ids.len() as u64;
+        let mut request = tonic::Request::new(request);
+        trace::inject(request.metadata_mut().as_mut());
         let events = guarded(leader.run_sequence(request), &mut state, deadline)
             .await?
             .map_err(|status| worker_error(&status, &load.replica))?

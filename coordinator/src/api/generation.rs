@@ -10,8 +10,14 @@ use lockstep_proto::{
     v1::{self, generate_response::Event, sequence_event::Event as SequenceEvent},
 };
 use tokio::time::Instant;
+use tracing::{Instrument, Span};
 
-use super::{attempt::Attempt, output::Output, placement::Placement};
+use super::{
+    attempt::Attempt,
+    output::Output,
+    placement::Placement,
+    span::{self, Ending},
+};
 use crate::{admission::Permit, error::RequestError, metrics::Metrics, served::ServedModel};
 
 /// What a stream holds as long as it runs.
@@ -26,6 +32,8 @@ pub struct Running {
     pub prompt_tokens: u32,
     /// Where it is counted.
     pub metrics: Arc<Metrics>,
+    /// What traces and logs know it by.
+    pub span: Span,
 }
 
 /// A running stream.
@@ -35,6 +43,8 @@ pub struct Generation {
     attempt: Option<Attempt>,
     output: Output,
     finish: Option<v1::Finish>,
+    /// The finish that was given out.
+    last: Option<v1::Finish>,
     first_token: Option<Instant>,
     last_token: Option<Instant>,
     queue_ms: Option<f64>,
@@ -57,7 +67,9 @@ impl Generation {
         mut placement: Placement,
         output: Output,
     ) -> Result<Self, RequestError> {
-        let attempt = Some(placement.first(model).await?);
+        let attempt = placement.first(model).await?;
+        span::on_replica(&running.span, attempt.replica());
+        let attempt = Some(attempt);
         running.metrics.prompt_tokens.inc_by(u64::from(running.prompt_tokens));
         Ok(Self {
             running,
@@ -65,6 +77,7 @@ impl Generation {
             attempt,
             output,
             finish: None,
+            last: None,
             first_token: None,
             last_token: None,
             queue_ms: None,
@@ -77,9 +90,15 @@ impl Generation {
 
     /// The next message; `None` after the last.
     pub async fn next(&mut self) -> Option<Result<v1::GenerateResponse, RequestError>> {
+        let span = self.running.span.clone();
+        self.next_message().instrument(span).await
+    }
+
+    async fn next_message(&mut self) -> Option<Result<v1::GenerateResponse, RequestError>> {
         loop {
             if let Some(finish) = self.finish.take() {
                 self.attempt = None;
+                self.last = Some(finish);
                 return Some(Ok(self.response(Event::Finish(finish))));
             }
             match self.advance().await {
@@ -210,7 +229,9 @@ impl Generation {
 
 impl Drop for Generation {
     fn drop(&mut self) {
-        let Running { metrics, accepted, .. } = &self.running;
+        let Running { metrics, accepted, span, .. } = &self.running;
+        let (num_tokens, num_moves) = (self.num_tokens, self.placement.num_moves());
+        span::end(span, &Ending { outcome: self.outcome, finish: self.last.as_ref(), num_tokens, num_moves });
         metrics.count_request(self.outcome);
         metrics.request_seconds.observe(accepted.elapsed().as_secs_f64());
     }

@@ -5,8 +5,10 @@ use std::{pin::Pin, time::Duration};
 
 use futures::{Stream, stream};
 use lockstep_proto::v1;
+use lockstep_telemetry::trace;
 use tokio::time::Instant;
 use tonic::{Request, Response, Status, metadata::MetadataMap};
+use tracing::{Instrument, Span};
 
 use super::{
     generation::Generation,
@@ -26,6 +28,7 @@ impl InferenceService {
     async fn start(&self, request: v1::GenerateRequest, times: Times) -> Result<Generation, RequestError> {
         let permit = self.intake.admission.enter()?;
         let prepared = self.intake.prepare(request).await?;
+        trace::set_request_id(&Span::current(), &prepared.request_id);
         self.intake.start(&prepared, 0, permit, times).await
     }
 }
@@ -37,7 +40,9 @@ impl v1::inference_server::Inference for InferenceService {
     async fn generate(&self, request: Request<v1::GenerateRequest>) -> Result<Response<Self::GenerateStream>, Status> {
         let accepted = Instant::now();
         let deadline = timeout_of(request.metadata()).map(|timeout| accepted + timeout);
-        match self.start(request.into_inner(), Times { accepted, deadline }).await {
+        let span = trace::generate_span(request.metadata().as_ref());
+        let started = self.start(request.into_inner(), Times { accepted, deadline }).instrument(span.clone()).await;
+        match started {
             Ok(generation) => {
                 let messages = stream::unfold(generation, |mut generation| async move {
                     let message = generation.next().await?;
@@ -46,7 +51,7 @@ impl v1::inference_server::Inference for InferenceService {
                 Ok(Response::new(Box::pin(messages)))
             }
             Err(error) => {
-                self.intake.metrics.count_request(error.class().reason());
+                self.intake.refuse(&span, &error);
                 Err(error.into())
             }
         }

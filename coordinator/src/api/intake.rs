@@ -6,11 +6,13 @@ use std::{sync::Arc, time::Duration};
 
 use lockstep_proto::v1::{self, generate_request::Input};
 use tokio::time::Instant;
+use tracing::Span;
 
 use super::{
     generation::{Generation, Running},
     output::Output,
     placement::{Failover, Placement},
+    span::{self, Ending},
     validate::{self, PromptText},
 };
 use crate::{
@@ -113,13 +115,24 @@ impl Intake {
             eos_token_ids,
             ..Default::default()
         };
+        let span = Span::current();
+        span::describe(&span, &sequence);
         let metrics = Arc::clone(&self.metrics);
         let failover =
             Failover { router: self.router.clone(), timeout: self.failover_timeout, metrics: Arc::clone(&metrics) };
         let placement = Placement::new(failover, Arc::clone(description), sequence, times.deadline);
         let output = Output::new(description.tokenizer.clone(), prepared.stops.clone());
-        let running = Running { request_id, permit, accepted: times.accepted, prompt_tokens, metrics };
+        let running = Running { request_id, permit, accepted: times.accepted, prompt_tokens, metrics, span };
         Generation::start(running, model, placement, output).await
+    }
+}
+
+impl Intake {
+    /// Counts a request that ends before it has a stream.
+    pub fn refuse(&self, span: &Span, error: &RequestError) {
+        let outcome = error.class().reason();
+        self.metrics.count_request(outcome);
+        span::end(span, &Ending { outcome, finish: None, num_tokens: 0, num_moves: 0 });
     }
 }
 

@@ -1,7 +1,7 @@
 //! What clients and operators talk to.
 //!
 //! - [`grpc`]: Inference. [`intake`]: [`validate`] → [`generation`] ([`output`], [`stop_text`]), which [`placement`] keeps
-//!   on a replica, one [`attempt`] after the other.
+//!   on a replica, one [`attempt`] after the other. [`span`]: what traces say of that.
 //! - [`openai`]: the OpenAI API over the same intake.
 //! - [`admin`], [`status`], [`page`]: orders and what operators see. [`health`], [`http`]: probes, metrics.
 
@@ -16,6 +16,7 @@ pub mod openai;
 pub mod output;
 pub mod page;
 pub mod placement;
+pub mod span;
 pub mod status;
 pub mod stop_text;
 pub mod validate;

@@ -12,7 +12,7 @@ use lockstep_proto::{
 };
 use tokio::time::Instant;
 
-use super::attempt::Attempt;
+use super::{attempt::Attempt, span};
 use crate::{
     error::RequestError,
     metrics::Metrics,
@@ -50,6 +50,7 @@ pub struct Placement {
     last_tried: Option<Instant>,
     was_taken: bool,
     has_moved: bool,
+    num_moves: u64,
 }
 
 impl Placement {
@@ -71,6 +72,7 @@ impl Placement {
             last_tried: None,
             was_taken: false,
             has_moved: false,
+            num_moves: 0,
         }
     }
 
@@ -123,6 +125,11 @@ impl Placement {
         std::mem::take(&mut self.has_moved)
     }
 
+    /// How often it has moved.
+    pub fn num_moves(&self) -> u64 {
+        self.num_moves
+    }
+
     /// How much later than the first replica the last one was asked.
     pub fn delay(&self) -> Duration {
         self.first_tried.zip(self.last_tried).map_or(Duration::ZERO, |(first, last)| last - first)
@@ -137,7 +144,9 @@ impl Placement {
             match self.try_on(load).await {
                 Ok(attempt) => {
                     self.has_moved = true;
+                    self.num_moves += 1;
                     self.failover.metrics.moved_requests.inc();
+                    span::moved(attempt.replica());
                     let (request_id, model, replica) =
                         (&self.request.request_id, &self.request.model, attempt.replica());
                     let (plan_epoch, waited) = (replica.plan_epoch, begin.elapsed());

@@ -1,8 +1,9 @@
-//! Logs on standard error; standard output belongs to results.
+//! Logs on standard error, since standard output belongs to results; traces to a collector.
 
 use std::io::IsTerminal;
 
-use tracing_subscriber::EnvFilter;
+use lockstep_telemetry::otlp::{self, ExportConfig, Exporting};
+use tracing_subscriber::{EnvFilter, Layer, layer::SubscriberExt, util::SubscriberInitExt};
 
 /// Form of a log line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -13,7 +14,7 @@ pub enum LogFormat {
     Json,
 }
 
-/// What this process logs, and how.
+/// What this process logs and traces, and how.
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Log")]
 pub struct LogSettings {
@@ -23,6 +24,8 @@ pub struct LogSettings {
     /// What is logged, such as `warn` or `lockstep_worker=debug,info` [default: info]
     #[arg(long = "log", global = true, env = "LOCKSTEP_LOG", value_name = "FILTER")]
     filter: Option<String>,
+    #[command(flatten)]
+    traces: TraceSettings,
 }
 
 impl LogSettings {
@@ -38,24 +41,65 @@ impl LogSettings {
             LogFormat::Json => "json",
         };
         let filter = self.filter.iter().map(|filter| format!("--log={filter}"));
-        filter.chain([format!("--log-format={format}")]).collect()
+        filter.chain([format!("--log-format={format}")]).chain(self.traces.arguments()).collect()
     }
 }
 
-/// Installs the log of this process.
+/// Where this process's traces go.
+#[derive(Clone, Debug, clap::Args)]
+#[command(next_help_heading = "Traces")]
+struct TraceSettings {
+    /// OTLP collector that coordinators and workers send traces to over gRPC, such as http://localhost:4317 [default: none]
+    #[arg(long = "otlp-endpoint", global = true, env = "OTEL_EXPORTER_OTLP_ENDPOINT", value_name = "URL")]
+    endpoint: Option<String>,
+    /// Share of the requests that are traced, 0 to 1, of those whose client does not say
+    #[arg(
+        long = "trace-ratio",
+        global = true,
+        env = "OTEL_TRACES_SAMPLER_ARG",
+        value_name = "RATIO",
+        default_value_t = 1.0
+    )]
+    ratio: f64,
+    /// Name of the service in traces [default: lockstep-coordinator, lockstep-worker]
+    #[arg(long = "service-name", global = true, env = "OTEL_SERVICE_NAME", value_name = "NAME")]
+    service: Option<String>,
+}
+
+impl TraceSettings {
+    fn arguments(&self) -> Vec<String> {
+        let endpoint = self.endpoint.iter().map(|endpoint| format!("--otlp-endpoint={endpoint}"));
+        let service = self.service.iter().map(|service| format!("--service-name={service}"));
+        endpoint.chain(service).chain([format!("--trace-ratio={}", self.ratio)]).collect()
+    }
+
+    /// Starts the export of a role, if there is a collector; needs the async runtime.
+    fn start(&self, role: &str) -> anyhow::Result<Option<Exporting>> {
+        if !(0.0..=1.0).contains(&self.ratio) {
+            return Err(crate::UsageError(format!("--trace-ratio is {}, allowed are 0 to 1", self.ratio)).into());
+        }
+        let Some(endpoint) = self.endpoint.clone().filter(|endpoint| !endpoint.is_empty()) else { return Ok(None) };
+        let service = self.service.clone().unwrap_or_else(|| format!("lockstep-{role}"));
+        Ok(Some(otlp::start(&ExportConfig { endpoint, ratio: self.ratio, service })?))
+    }
+}
+
+/// Installs the log of this process, and the export of its traces if it has a role; that is to be finished.
 ///
 /// # Errors
-/// If the filter does not parse.
-pub fn init(settings: &LogSettings) -> anyhow::Result<()> {
+/// If the filter, the ratio or the endpoint is none.
+pub fn init(settings: &LogSettings, role: Option<&str>) -> anyhow::Result<Option<Exporting>> {
     let filter = settings.filter.as_deref().unwrap_or("info");
     let filter = EnvFilter::try_new(filter)
         .map_err(|error| crate::UsageError(format!("--log {filter:?} is not a log filter: {error}")))?;
+    let exporting = role.map(|role| settings.traces.start(role)).transpose()?.flatten();
     // A child outlives the reader of its log by the time that it drains: a broken pipe must not make logging panic.
-    let builder =
-        tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).log_internal_errors(false);
-    match settings.format {
-        LogFormat::Text => builder.with_ansi(std::io::stderr().is_terminal()).init(),
-        LogFormat::Json => builder.json().init(),
-    }
-    Ok(())
+    let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).log_internal_errors(false);
+    let lines = match settings.format {
+        LogFormat::Text => lines.with_ansi(std::io::stderr().is_terminal()).boxed(),
+        LogFormat::Json => lines.json().with_span_list(false).boxed(),
+    };
+    let spans = exporting.as_ref().map(Exporting::layer);
+    tracing_subscriber::registry().with(spans).with(lines.with_filter(filter)).init();
+    Ok(exporting)
 }

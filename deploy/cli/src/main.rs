@@ -18,6 +18,7 @@ mod units;
 use std::{io::Write, process::ExitCode};
 
 use clap::{Parser, Subcommand};
+use lockstep_telemetry::otlp::Exporting;
 
 use crate::{logging::LogSettings, output::ReaderGone};
 
@@ -53,6 +54,17 @@ enum Command {
     Pull(commands::pull::Args),
 }
 
+impl Command {
+    /// What a process that serves is called in traces.
+    fn role(&self) -> Option<&'static str> {
+        match self {
+            Self::Coordinator(_) => Some("coordinator"),
+            Self::Worker(_) => Some("worker"),
+            _ => None,
+        }
+    }
+}
+
 /// The command line cannot be carried out as it was given.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
@@ -85,8 +97,11 @@ fn main() -> ExitCode {
 }
 
 fn run(cli: Cli) -> anyhow::Result<()> {
-    logging::init(&cli.log)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let exporting = {
+        let _runtime = runtime.enter();
+        logging::init(&cli.log, cli.command.role())?
+    };
     let result = match cli.command {
         Command::Coordinator(args) => runtime.block_on(commands::coordinator::run(args)),
         Command::Worker(args) => runtime.block_on(commands::worker::run(args)),
@@ -98,6 +113,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Synth(args) => runtime.block_on(commands::synth::run(args)),
         Command::Pull(args) => runtime.block_on(commands::pull::run(args)),
     };
+    exporting.into_iter().for_each(Exporting::finish);
     // A reader that blocks on standard input must not hold the process back.
     runtime.shutdown_background();
     result

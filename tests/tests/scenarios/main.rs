@@ -19,4 +19,5 @@ mod security;
 mod sharded_parity;
 mod smoke;
 mod start_up;
+mod traces;
 mod worker_loss;

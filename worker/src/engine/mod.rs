@@ -277,7 +277,7 @@ impl Engine {
         if sequences.is_empty() {
             return None;
         }
-        let plan = StepPlan { step_id: self.next_step_id, sequences };
+        let plan = StepPlan { step_id: self.next_step_id, sequences, trace: None };
         self.next_step_id += 1;
         let is_decode = |sequence: &&StepSequence| sequence.sample.is_some() && sequence.token_ids.len() == 1;
         self.in_flight.push_back(StepInFlight {

@@ -156,6 +156,7 @@ fn check(sequence: &StepSequence, limits: &StepLimits) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::step::StepTrace;
 
     const LIMITS: StepLimits = StepLimits {
         vocab_size: 100,
@@ -182,7 +183,7 @@ mod tests {
     }
 
     fn plan(sequences: Vec<StepSequence>) -> StepPlan {
-        StepPlan { step_id: 3, sequences }
+        StepPlan { step_id: 3, sequences, trace: None }
     }
 
     #[test]
@@ -234,7 +235,8 @@ mod tests {
                 ],
                 sample: Some(sample),
             };
-            let plan = StepPlan { step_id: u64::MAX, sequences: vec![sequence; limits.max_num_sequences] };
+            let trace = Some(StepTrace { trace_id: u128::MAX, span_id: u64::MAX, is_detailed: true });
+            let plan = StepPlan { step_id: u64::MAX, sequences: vec![sequence; limits.max_num_sequences], trace };
             let top = vec![(u32::MAX, 0.0); limits.vocab_size];
             let candidates =
                 Candidates { top: top.clone(), raw_top: top, drawn: Some((u32::MAX, 0.0, 0.0)), ..Default::default() };

@@ -84,6 +84,11 @@ impl<D: Device> Executor<D> {
         self.parts.execute(&mut self.device, plan)
     }
 
+    /// Keeps every exchange between hosts until [`Self::take_traffic`].
+    pub fn keep_calls(&mut self) {
+        self.parts.peers.keep_calls();
+    }
+
     /// What it exchanged with other ranks since this was last asked.
     pub fn take_traffic(&mut self) -> Traffic {
         self.parts.peers.take_traffic()

@@ -20,6 +20,9 @@ const EARLIER: usize = 0;
 /// Place of the later stage's rank.
 const LATER: usize = 1;
 
+/// A sum, as traces call it.
+const ALL_REDUCE: &str = "all_reduce";
+
 /// Ranks that meet, and where.
 enum Party<D: Device> {
     Hosts(TcpCollective),
@@ -90,6 +93,11 @@ impl<D: Device> RankPeers<D> {
         })
     }
 
+    /// Keeps every exchange between hosts until [`Self::take_traffic`].
+    pub(super) fn keep_calls(&mut self) {
+        self.traffic.calls = Some(Vec::new());
+    }
+
     /// What was exchanged since this was last asked.
     pub(super) fn take_traffic(&mut self) -> Traffic {
         std::mem::take(&mut self.traffic)
@@ -108,9 +116,9 @@ impl<D: Device> RankPeers<D> {
         match &mut self.group {
             None => body(Sum::Own),
             Some(Party::Hosts(_)) if self.are_silent => body(Sum::Hosts(&mut |_| Ok(()))),
-            Some(Party::Hosts(hosts)) => {
-                body(Sum::Hosts(&mut |shares| traffic.over_hosts(shares, |shares| hosts.all_reduce_sum(shares))))
-            }
+            Some(Party::Hosts(hosts)) => body(Sum::Hosts(&mut |shares| {
+                traffic.over_hosts(ALL_REDUCE, shares, |shares| hosts.all_reduce_sum(shares))
+            })),
             Some(Party::Devices(communicator)) => {
                 traffic.over_devices(num_tokens, self.hidden_size);
                 body(Sum::Devices(communicator))
@@ -128,7 +136,7 @@ impl<D: Device> RankPeers<D> {
             None => Ok(()),
             Some(Party::Hosts(_)) if self.are_silent => Ok(()),
             Some(Party::Hosts(hosts)) => device.with_host(num_tokens, tensor, |values| {
-                traffic.over_hosts(values, |values| hosts.all_reduce_sum(values))
+                traffic.over_hosts(ALL_REDUCE, values, |values| hosts.all_reduce_sum(values))
             }),
             Some(Party::Devices(communicator)) => {
                 traffic.over_devices(num_tokens, self.hidden_size);
@@ -151,7 +159,7 @@ impl<D: Device> RankPeers<D> {
         let traffic = &mut self.traffic;
         match &mut self.previous {
             Some(Party::Hosts(hosts)) if !self.are_silent => device.with_host(num_tokens, hidden, |hidden| {
-                traffic.over_hosts(hidden, |hidden| hosts.receive(EARLIER, hidden))
+                traffic.over_hosts("receive", hidden, |hidden| hosts.receive(EARLIER, hidden))
             }),
             _ => Ok(()),
         }
@@ -215,7 +223,7 @@ impl<D: Device> RankPeers<D> {
         }
         let traffic = &mut self.traffic;
         device.with_host(num_tokens, hidden, |hidden| {
-            hosts.try_for_each(|hosts| traffic.over_hosts(hidden, |hidden| hosts.send(LATER, hidden)))
+            hosts.try_for_each(|hosts| traffic.over_hosts("send", hidden, |hidden| hosts.send(LATER, hidden)))
         })
     }
 }

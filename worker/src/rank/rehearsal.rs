@@ -51,7 +51,7 @@ fn plan(limits: &StepLimits, lengths: &[usize]) -> StepPlan {
             }),
         }
     });
-    StepPlan { step_id: 0, sequences: sequences.collect() }
+    StepPlan { step_id: 0, sequences: sequences.collect(), trace: None }
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use lockstep_telemetry::trace::{SpanContext, StepSpan};
 use tokio::sync::{mpsc, oneshot};
 
 use super::{
@@ -20,6 +21,7 @@ use super::{
     rank_thread::{RankMessage, RankResult},
     receive::receive,
     step_results::StepResults,
+    step_trace::TracedSequences,
 };
 use crate::{
     WorkerError,
@@ -46,6 +48,7 @@ pub(super) enum Event {
 /// A sequence on its way to the engine.
 pub(super) struct Submission {
     request: SequenceRequest,
+    trace: Option<SpanContext>,
     reply: oneshot::Sender<Result<RunningSequence, EngineError>>,
 }
 
@@ -77,12 +80,24 @@ impl LeaderHandle {
     /// # Errors
     /// [`WorkerError::Engine`] if it is refused, [`WorkerError::ReplicaBroken`].
     pub async fn submit(&self, request: SequenceRequest) -> Result<RunningSequence, WorkerError> {
+        self.submit_traced(request, None).await
+    }
+
+    /// The same, with the sequence's span if it is sampled: the steps that it takes part in are traced.
+    ///
+    /// # Errors
+    /// As [`submit`](Self::submit).
+    pub async fn submit_traced(
+        &self,
+        request: SequenceRequest,
+        trace: Option<SpanContext>,
+    ) -> Result<RunningSequence, WorkerError> {
         let broken = || WorkerError::ReplicaBroken(self.health.reason());
         if self.health.is_broken() {
             return Err(broken());
         }
         let (reply, answer) = oneshot::channel();
-        self.inbox.try_send(Event::Submit(Submission { request, reply })).map_err(|error| match error {
+        self.inbox.try_send(Event::Submit(Submission { request, trace, reply })).map_err(|error| match error {
             TrySendError::Full(_) => {
                 let limit = self.max_waiting_sequences;
                 WorkerError::Engine(EngineError::Overloaded { waiting: limit, limit })
@@ -119,8 +134,9 @@ pub(super) struct EngineThread {
     outputs: Vec<(SequenceId, SequenceOutput)>,
     status: Arc<Mutex<EngineStatus>>,
     meter: EngineMeter,
-    /// Steps in flight, oldest first.
-    steps: VecDeque<StepMark>,
+    /// Steps in flight, oldest first; a traced one has a span.
+    steps: VecDeque<(StepMark, Option<StepSpan>)>,
+    traced: TracedSequences,
     max_sequence_tokens: usize,
     /// How long it looks again for the results of a step before it sleeps.
     spin: Duration,
@@ -158,6 +174,7 @@ impl EngineThread {
             status,
             meter: EngineMeter::new(&spec.metrics, &spec.model, spec.replica),
             steps: VecDeque::new(),
+            traced: TracedSequences::new(spec),
             max_sequence_tokens: spec.max_sequence_tokens,
             spin: engine_spin(spec.local_ranks().len() * spec.devices.threads_per_rank()),
         };
@@ -218,7 +235,8 @@ impl EngineThread {
                 self.results.add(rank, result)?;
                 while let Some(result) = self.results.next_complete() {
                     let now = Instant::now();
-                    if let Some(step) = self.steps.pop_front() {
+                    // Its span, if it has one, ends here.
+                    if let Some((step, _span)) = self.steps.pop_front() {
                         self.meter.step(step, now);
                     }
                     self.outputs.extend(self.engine.update(result, now));
@@ -229,11 +247,14 @@ impl EngineThread {
         Ok(())
     }
 
-    fn submit(&mut self, Submission { request, reply }: Submission) {
+    fn submit(&mut self, Submission { request, trace, reply }: Submission) {
         let capacity = request.sampling.max_tokens.min(self.max_sequence_tokens) + 1;
         let added = self.engine.add(request, Instant::now()).map(|sequence_id| {
             let (sender, outputs) = mpsc::channel(capacity);
             self.sequences.insert(sequence_id, sender);
+            if let Some(context) = trace {
+                self.traced.add(sequence_id, context);
+            }
             RunningSequence { outputs }
         });
         // A caller that is gone drops the receiver, and with it the sequence.
@@ -241,21 +262,24 @@ impl EngineThread {
     }
 
     fn cancel_abandoned(&mut self) {
-        let (engine, meter) = (&mut self.engine, &self.meter);
+        let (engine, meter, traced) = (&mut self.engine, &self.meter, &mut self.traced);
         self.sequences.retain(|sequence_id, outputs| {
             let is_abandoned = outputs.is_closed();
             if is_abandoned {
                 engine.cancel(*sequence_id);
                 meter.cancelled.inc();
+                traced.remove(*sequence_id);
             }
             !is_abandoned
         });
     }
 
     /// Remote ranks first: their way is longer.
-    fn broadcast(&mut self, plan: StepPlan) -> Result<(), WorkerError> {
+    fn broadcast(&mut self, mut plan: StepPlan) -> Result<(), WorkerError> {
         self.results.expect(&plan);
-        self.steps.push_back(StepMark::new(&plan, Instant::now()));
+        let mark = StepMark::new(&plan, Instant::now());
+        let span = self.traced.begin(&mut plan, &mark);
+        self.steps.push_back((mark, span));
         for link in &self.remote {
             link.send(&plan)?;
         }
@@ -278,6 +302,7 @@ impl EngineThread {
             }
             if is_last {
                 self.sequences.remove(&sequence_id);
+                self.traced.remove(sequence_id);
             }
         }
     }

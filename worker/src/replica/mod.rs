@@ -15,6 +15,7 @@ mod leader;
 mod rank_thread;
 mod receive;
 mod step_results;
+mod step_trace;
 
 use std::{
     net::SocketAddr,

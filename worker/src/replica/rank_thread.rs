@@ -13,9 +13,10 @@ use std::{
 
 use lockstep_kernels::{Device, KernelError, ops::Candidates};
 use lockstep_model::Checkpoint;
+use lockstep_telemetry::trace::Moment;
 use serde::{Deserialize, Serialize};
 
-use super::{LEADER_RANK, ReplicaSpec, health::Health, leader::Event, receive::receive};
+use super::{LEADER_RANK, ReplicaSpec, health::Health, leader::Event, receive::receive, step_trace::RankTracer};
 use crate::{
     WorkerError,
     collective::{LinkKey, LinkListener, MessageLink, RankLinks, RankLinksConfig},
@@ -91,17 +92,27 @@ impl DeviceTask for RankTask<'_> {
     }
 }
 
-/// An executor whose steps are counted.
-struct MeteredExecutor<D: Device> {
+/// An executor whose steps are counted and, where that is asked for, traced.
+struct ObservedExecutor<D: Device> {
     executor: Executor<D>,
     meter: RankMeter,
+    tracer: RankTracer,
 }
 
-impl<D: Device> MeteredExecutor<D> {
+impl<D: Device> ObservedExecutor<D> {
     fn execute(&mut self, plan: &StepPlan) -> Result<Option<Vec<Candidates>>, WorkerError> {
+        let traced = plan.trace.map(|trace| (trace, Moment::now()));
+        if traced.is_some_and(|(trace, _)| trace.is_detailed) {
+            self.executor.keep_calls();
+        }
         let start = Instant::now();
         let candidates = self.executor.execute(plan)?;
-        self.meter.step(start.elapsed(), &self.executor.take_traffic(), self.executor.scratch());
+        let duration = start.elapsed();
+        let traffic = self.executor.take_traffic();
+        self.meter.step(duration, &traffic, self.executor.scratch());
+        if let Some((trace, start)) = traced {
+            self.tracer.record(trace, plan.step_id, start, &traffic);
+        }
         Ok(candidates)
     }
 }
@@ -156,7 +167,11 @@ impl RankThread {
             if let Some(leader) = &leader {
                 leader.send(&RankMessage::Ready)?;
             }
-            Ok((MeteredExecutor { executor, meter: self.meter()? }, leader, control))
+            Ok((
+                ObservedExecutor { executor, meter: self.meter()?, tracer: RankTracer::new(&self.spec, self.rank) },
+                leader,
+                control,
+            ))
         });
         let (executor, leader, control) = match loaded {
             Ok(loaded) => loaded,
@@ -272,7 +287,7 @@ impl RankThread {
 
     fn obey_channel<D: Device>(
         &self,
-        mut executor: MeteredExecutor<D>,
+        mut executor: ObservedExecutor<D>,
         plans: &Receiver<Arc<StepPlan>>,
         results: &SyncSender<Event>,
     ) -> Result<(), WorkerError> {
@@ -289,7 +304,7 @@ impl RankThread {
         Ok(())
     }
 
-    fn obey_link<D: Device>(&self, mut executor: MeteredExecutor<D>, leader: &MessageLink) -> Result<(), WorkerError> {
+    fn obey_link<D: Device>(&self, mut executor: ObservedExecutor<D>, leader: &MessageLink) -> Result<(), WorkerError> {
         loop {
             let plan: StepPlan = leader.receive(None)?;
             if let Some(candidates) = executor.execute(&plan)? {

@@ -95,7 +95,7 @@ mod tests {
             block_table: vec![0],
             sample: Some(sample),
         };
-        StepPlan { step_id, sequences: vec![sequence] }
+        StepPlan { step_id, sequences: vec![sequence], trace: None }
     }
 
     fn result(step_id: u64, token_id: u32, logit: f32) -> RankResult {

@@ -11,10 +11,12 @@ use lockstep_proto::{
     status::Class,
     v1::{self, worker_server::Worker},
 };
+use lockstep_telemetry::trace::{self, OpenTelemetrySpanExt};
 use tokio::sync::watch;
 use tokio_stream::wrappers::WatchStream;
 use tokio_util::{sync::CancellationToken, task::task_tracker::TaskTrackerToken};
 use tonic::{Request, Response, Status};
+use tracing::Span;
 
 use super::{
     WorkerState,
@@ -85,7 +87,9 @@ impl Worker for WorkerService {
         &self,
         request: Request<v1::RunSequenceRequest>,
     ) -> Result<Response<Self::RunSequenceStream>, Status> {
+        let span = trace::sequence_span(request.metadata().as_ref());
         let request = request.into_inner();
+        trace::set_request_id(&span, &request.request_id);
         let running_token = self.0.running.token();
         if self.0.is_draining() {
             return Err(Class::ShuttingDown.status("the worker is draining"));
@@ -98,8 +102,10 @@ impl Worker for WorkerService {
         let problem = replica.problem();
         let sequence = wire::sequence_request(request, replica.vocab_size())?;
         drop(replica);
-        let running = leader.submit(sequence).await.map_err(|error| wire::status_of(&error))?;
-        Ok(Response::new(event_stream(running, problem, running_token)))
+        let running = leader.submit_traced(sequence, trace::sampled(&span)).await;
+        let running = running.map_err(|error| wire::status_of(&error))?;
+        span.in_scope(|| tracing::debug!("sequence queued"));
+        Ok(Response::new(event_stream(running, problem, span, running_token)))
     }
 
     async fn drain(&self, _request: Request<v1::DrainRequest>) -> Result<Response<v1::DrainResponse>, Status> {
@@ -184,17 +190,32 @@ fn progress_stream(state: watch::Receiver<LoadState>) -> EventStream<v1::LoadRep
 struct EventState {
     running: RunningSequence,
     problem: watch::Receiver<Option<String>>,
+    /// Lasts as long as the stream.
+    span: Span,
     /// Keeps the drain waiting.
     _token: TaskTrackerToken,
+}
+
+/// What the span of a sequence says at its end.
+fn describe_end(span: &Span, finish: &v1::SequenceFinish) {
+    let usage = finish.usage.unwrap_or_default();
+    let v1::Timings { queue_ms, ttft_ms, decode_ms } = finish.timings.unwrap_or_default();
+    span.set_attribute("gen_ai.usage.input_tokens", i64::from(usage.prompt_tokens));
+    span.set_attribute("gen_ai.usage.output_tokens", i64::from(usage.completion_tokens));
+    span.set_attribute("lockstep.cached_tokens", i64::from(usage.cached_tokens));
+    span.set_attribute("lockstep.queue_ms", queue_ms);
+    span.set_attribute("lockstep.ttft_ms", ttft_ms);
+    span.set_attribute("lockstep.decode_ms", decode_ms);
 }
 
 /// A sequence's outputs as events: what is ready together goes into one message, nothing waits for more.
 fn event_stream(
     running: RunningSequence,
     problem: watch::Receiver<Option<String>>,
+    span: Span,
     token: TaskTrackerToken,
 ) -> EventStream<v1::SequenceEvent> {
-    let state = Some(EventState { running, problem, _token: token });
+    let state = Some(EventState { running, problem, span, _token: token });
     let batches = stream::unfold(state, |state| async move {
         let mut state = state?;
         let mut outputs = Vec::new();
@@ -204,6 +225,9 @@ fn event_stream(
         }
         let events = wire::sequence_events(outputs);
         let is_over = events.last().is_some_and(wire::is_last);
+        if let Some(v1::sequence_event::Event::Finish(finish)) = events.last().and_then(|last| last.event.as_ref()) {
+            describe_end(&state.span, finish);
+        }
         Some((events.into_iter().map(Ok).collect(), (!is_over).then_some(state)))
     });
     Box::pin(batches.flat_map(stream::iter))

@@ -1,7 +1,11 @@
 //! What the worker answers to orchestrators and Prometheus.
 //! Invariant: ready is a worker that the coordinator can give work to; whether a model serves is the coordinator's answer.
 
-use lockstep_telemetry::{http::Probe, metrics::render};
+use lockstep_telemetry::{
+    http::Probe,
+    metrics::render,
+    otlp::{self, ExportMetrics},
+};
 
 use super::{WorkerState, replicas::PartState};
 
@@ -25,6 +29,6 @@ impl Probe for WorkerState {
             let count = states.iter().filter(|found| **found == state).count();
             metrics.replica_parts.with_label_values(&[state.word()]).set(count as f64);
         }
-        render(&[metrics.registry()])
+        render(&[Some(metrics.registry()), otlp::metrics().map(ExportMetrics::registry)])
     }
 }

@@ -9,8 +9,10 @@ use axum::{
 };
 use futures::StreamExt;
 use lockstep_proto::v1::{self, generate_response::Event};
+use lockstep_telemetry::trace::set_request_id;
 use serde::Serialize;
 use tokio::time::Instant;
+use tracing::Span;
 
 use super::{
     choices::{self, Choices, Usage, finish_reason},
@@ -102,10 +104,11 @@ pub struct Order {
 /// # Errors
 /// What the request was refused for, or what ended it before it was complete.
 pub async fn answer<S: Shape>(intake: &Intake, order: Order, mut shape: S) -> Result<Response, ApiError> {
+    set_request_id(&Span::current(), &order.id);
     let times = Times { accepted: Instant::now(), deadline: None };
     let samples = order.samples;
     let (prompts, choices) = choices::start(intake, order.requests, samples, times).await.map_err(|error| {
-        intake.metrics.count_request(error.class().reason());
+        intake.refuse(&Span::current(), &error);
         ApiError::of(&error, S::INPUT)
     })?;
     shape.prepare(&prompts);

@@ -7,7 +7,9 @@ use futures::{
     stream::{self, BoxStream, SelectAll},
 };
 use lockstep_proto::v1::{self, generate_response::Event};
+use lockstep_telemetry::trace::choice_span;
 use serde::Serialize;
+use tracing::{Instrument, Span};
 
 use crate::{
     api::{
@@ -68,9 +70,12 @@ pub async fn start(
     for request in requests {
         prompts.push(intake.prepare(request).await?);
     }
+    let is_alone = permits.len() == 1;
     let starts = permits.into_iter().enumerate().filter_map(|(index, permit)| {
         let prompt = prompts.get(index / samples)?;
-        Some(intake.start(prompt, (index % samples) as u64, permit, times))
+        // The span of the request is that of its only choice.
+        let span = if is_alone { Span::current() } else { choice_span(&prompt.request_id, index % samples) };
+        Some(intake.start(prompt, (index % samples) as u64, permit, times).instrument(span))
     });
     let generations = try_join_all(starts).await?;
     let choices = generations.into_iter().enumerate().map(|(index, generation)| messages(index, generation).boxed());

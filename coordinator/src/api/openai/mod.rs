@@ -14,9 +14,13 @@ use axum::{
     body::BodyDataStream,
     extract::Request,
     http::{StatusCode, Uri, header},
+    middleware::{Next, from_fn},
+    response::Response,
     routing::{any, get, post},
 };
 use futures::StreamExt;
+use lockstep_telemetry::trace::generate_span;
+use tracing::Instrument;
 
 use self::error::ApiError;
 use super::{MAX_REQUEST_BYTES, http::HttpState};
@@ -43,12 +47,18 @@ pub fn routes() -> Routes<HttpState> {
     Routes::new()
         .route("/v1/models", get(models::list))
         .route("/v1/models/{*id}", get(models::one))
-        .route("/v1/completions", post(completions::create))
-        .route("/v1/chat/completions", post(chat::create))
+        .route("/v1/completions", post(completions::create).layer(from_fn(traced)))
+        .route("/v1/chat/completions", post(chat::create).layer(from_fn(traced)))
         .route("/v1", any(unknown))
         .route("/v1/", any(unknown))
         .route("/v1/{*path}", any(unknown))
         .method_not_allowed_fallback(wrong_method)
+}
+
+/// Answers within the span of the request, which streams take along.
+async fn traced(request: Request, next: Next) -> Response {
+    let span = generate_span(request.headers());
+    next.run(request).instrument(span).await
 }
 
 async fn unknown(uri: Uri) -> ApiError {
