@@ -173,15 +173,12 @@ impl Gate {
         let start = LazyConfigAcceptor::new(Acceptor::default(), stream).await?;
         let is_member =
             start.client_hello().alpn().is_some_and(|mut protocols| protocols.any(|name| name == GRPC_PROTOCOL));
+        // Where only one kind is secured the other is told by the protocol that they have none in common.
         let (config, security) = match self {
-            Self::Both(_, Some(members)) if is_member => (members.grpc_server(), Security::Member),
-            Self::Members(Some(members)) => (members.grpc_server(), Security::Member),
-            Self::Both(Some(clients), _) => (clients.grpc(), Security::Client),
+            Self::Both(Some(clients), members) if !is_member || members.is_none() => (clients.grpc(), Security::Client),
+            Self::Both(_, Some(members)) | Self::Members(Some(members)) => (members.grpc_server(), Security::Member),
             Self::Http(Some(clients)) => (clients.http(), Security::Client),
-            _ => {
-                let what = "it speaks TLS where only members of the cluster do, and is none";
-                return Err(io::Error::new(io::ErrorKind::InvalidData, what));
-            }
+            _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "it speaks TLS where nobody does")),
         };
         let stream = Stream::secured(start.into_stream(config).await?);
         Ok(Connection { stream, peer: Peer { address, security } })
