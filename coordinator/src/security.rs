@@ -74,6 +74,11 @@ impl Security {
         Gate::Http(self.clients.clone())
     }
 
+    /// The scheme of workers' HTTP pages: members of a cluster show their certificates there, too.
+    pub fn workers_scheme(&self) -> &'static str {
+        if self.members.is_some() { "https" } else { "http" }
+    }
+
     /// How workers are reached.
     pub fn outbound(&self) -> Outbound {
         self.members.clone().map_or(Outbound::ClearText, Outbound::Member)

@@ -5,7 +5,7 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use axum::{http::HeaderValue, response::Response};
 use lockstep_proto::{FILE_DESCRIPTOR_SET, MAX_MESSAGE_BYTES, v1};
-use lockstep_transport::{Connection, Incoming};
+use lockstep_transport::Incoming;
 use tokio::{net::TcpListener, task::JoinHandle};
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, service::Routes, transport::Server};
@@ -144,26 +144,8 @@ fn serve_grpc(
 }
 
 async fn serve_http(incoming: Incoming, routes: axum::Router, closing: CancellationToken) -> Result<(), String> {
-    let server = axum::serve(HttpListener(incoming), routes).with_graceful_shutdown(closing.cancelled_owned());
+    let server = axum::serve(incoming, routes).with_graceful_shutdown(closing.cancelled_owned());
     server.await.map_err(|error| error.to_string())
-}
-
-/// Connections as axum takes them.
-struct HttpListener(Incoming);
-
-impl axum::serve::Listener for HttpListener {
-    type Io = Connection;
-    type Addr = SocketAddr;
-
-    async fn accept(&mut self) -> (Connection, SocketAddr) {
-        let connection = self.0.next().await;
-        let address = connection.peer.address;
-        (connection, address)
-    }
-
-    fn local_addr(&self) -> std::io::Result<SocketAddr> {
-        self.0.local_addr()
-    }
 }
 
 /// A request that does not decode (such as text that is no UTF-8) is the client's fault; tonic calls it INTERNAL.

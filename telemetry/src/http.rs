@@ -9,8 +9,8 @@ use axum::{
     http::{StatusCode, header},
     response::IntoResponse,
     routing::get,
+    serve::Listener,
 };
-use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 /// The content type of the exposition text.
@@ -52,6 +52,9 @@ pub fn routes<S: Clone + Send + Sync + 'static>(probe: Arc<dyn Probe>) -> Router
 ///
 /// # Errors
 /// If the listener fails.
-pub async fn serve(listener: TcpListener, probe: Arc<dyn Probe>, stop: CancellationToken) -> std::io::Result<()> {
+pub async fn serve<L>(listener: L, probe: Arc<dyn Probe>, stop: CancellationToken) -> std::io::Result<()>
+where
+    L: Listener<Addr: std::fmt::Debug>,
+{
     axum::serve(listener, routes(probe)).with_graceful_shutdown(stop.cancelled_owned()).await
 }

@@ -75,7 +75,7 @@ pub struct Connection {
     pub peer: Peer,
 }
 
-/// The connections that come in on a listener.
+/// The connections that come in on a listener; axum takes it as it is.
 pub struct Incoming {
     listener: TcpListener,
     gate: Gate,
@@ -86,14 +86,6 @@ impl Incoming {
     /// Lets them in through `gate`.
     pub fn new(listener: TcpListener, gate: Gate) -> Self {
         Self { listener, gate, handshakes: JoinSet::new() }
-    }
-
-    /// Where it listens.
-    ///
-    /// # Errors
-    /// The system's.
-    pub fn local_addr(&self) -> io::Result<SocketAddr> {
-        self.listener.local_addr()
     }
 
     /// The next connection whose handshake is done. May be dropped and called again.
@@ -121,6 +113,21 @@ impl Incoming {
     /// The same as a stream, as tonic's servers take it.
     pub fn into_stream(self) -> impl futures::Stream<Item = io::Result<Connection>> + Send {
         futures::stream::unfold(self, |mut incoming| async { Some((Ok(incoming.next().await), incoming)) })
+    }
+}
+
+impl axum::serve::Listener for Incoming {
+    type Io = Connection;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (Connection, SocketAddr) {
+        let connection = self.next().await;
+        let address = connection.peer.address;
+        (connection, address)
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.listener.local_addr()
     }
 }
 

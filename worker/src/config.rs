@@ -70,7 +70,7 @@ impl WorkerConfig {
         if self.max_waiting_sequences == 0 {
             return wrong("max_waiting_sequences", "is 0, expected at least 1");
         }
-        let listens = [("listen", self.listen), ("rank_listen", self.rank_listen)];
+        let listens = [("listen", self.listen), ("rank_listen", self.rank_listen), ("http_listen", self.http_listen)];
         match listens.into_iter().find(|(_, address)| !is_local(address.ip())) {
             Some((field, address)) if self.cluster_tls.is_none() && !self.allow_insecure => wrong(
                 field,

@@ -36,6 +36,8 @@ define_metrics! {
             "1 while the coordinator holds the registration, else 0";
         draining: Gauge = "lockstep_worker_draining",
             "1 while new work is refused, else 0";
+        certificate_expiry: Gauges = "lockstep_worker_certificate_expiry_timestamp_seconds" ["certificate"],
+            "Unix time at which the certificate in force expires, where there is one: cluster";
         replica_parts: Gauges = "lockstep_worker_replica_parts" ["state"],
             "Parts of replicas held here by state: loading, ready, broken, freeing";
         loads: Counters = "lockstep_worker_loads_total" ["model", "outcome"],

@@ -52,9 +52,10 @@ pub fn routes(state: HttpState) -> Routes {
 /// Where Prometheus finds the metrics of the live workers, in the form of its `http_sd_configs`.
 async fn worker_targets(State(state): State<HttpState>) -> Json<Value> {
     let live = Arc::clone(&state.workers.borrow());
+    let scheme = state.security.workers_scheme();
     let group = |record: &WorkerRecord| {
         let WorkerHello { worker_id, http_address, .. } = &*record.hello;
-        json!({"targets": [http_address], "labels": {"worker": worker_id}})
+        json!({"targets": [http_address], "labels": {"worker": worker_id, "__scheme__": scheme}})
     };
     Json(live.values().filter(|record| !record.hello.http_address.is_empty()).map(|record| group(record)).collect())
 }

@@ -168,7 +168,10 @@ async fn health_and_http_follow_the_model() {
     let stream = coordinator.inference().await.generate(request(3)).await.unwrap();
     crate::stub::collect(stream.into_inner()).await.unwrap();
     let targets = get(&coordinator, "/prometheus/workers").await.json();
-    assert_eq!(targets, serde_json::json!([{"targets": [HTTP_ADDRESS], "labels": {"worker": "w0"}}]));
+    assert_eq!(
+        targets,
+        serde_json::json!([{"targets": [HTTP_ADDRESS], "labels": {"worker": "w0", "__scheme__": "http"}}])
+    );
 
     let metrics = get(&coordinator, "/metrics").await.body;
     for line in [

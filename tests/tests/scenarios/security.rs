@@ -7,6 +7,7 @@ use lockstep_tests::{
     Cluster, Layout,
     certificates::{Authority, Folder},
     client::greedy,
+    http::{get, get_json},
     process::lockstep,
 };
 
@@ -24,6 +25,13 @@ async fn a_secured_cluster_gives_the_same_tokens_and_takes_no_strangers() {
     let (folder, ours) = (Folder::new().unwrap(), Authority::new().unwrap());
     let cluster = Cluster::start_secured(layout, &folder.member("member", &ours).unwrap()).unwrap();
     assert_eq!(tokens(&cluster).await, in_clear);
+    let pages = get_json(&cluster.http(), "/prometheus/workers").await.unwrap();
+    for page in pages.as_array().unwrap() {
+        assert_eq!(page["labels"]["__scheme__"], "https");
+        let refused = get(page["targets"][0].as_str().unwrap(), "/metrics").await.unwrap_err().to_string();
+        assert!(refused.contains("this port speaks TLS"), "{refused}");
+    }
+    assert_eq!(pages.as_array().unwrap().len(), 2);
 
     // One of another authority never comes in and goes on trying; one without certificates is told and ends.
     let files = folder.member("stranger", &Authority::new().unwrap()).unwrap();

@@ -80,7 +80,7 @@ impl LinkListener {
     }
 
     /// What links of this worker are secured with.
-    pub(super) fn tls(&self) -> Option<&ClusterTls> {
+    pub(crate) fn tls(&self) -> Option<&ClusterTls> {
         self.inner.tls.as_ref()
     }
 

@@ -22,7 +22,7 @@ use lockstep_proto::{
     v1::{self, worker_server::WorkerServer},
 };
 use lockstep_sharding::usable_bytes;
-use lockstep_transport::{ClusterTls, Gate, Incoming, is_local};
+use lockstep_transport::{ClusterTls, Gate, Incoming, ServerTls, TlsFiles, is_local};
 use tokio::net::TcpListener;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::transport::Server;
@@ -83,6 +83,9 @@ impl WorkerState {
 pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> Result<(), WorkerError> {
     config.check()?;
     let tls = config.cluster_tls.clone().map(ClusterTls::open).transpose()?;
+    // Prometheus and orchestrators are no members: they see the certificate and show none.
+    let http_files = config.cluster_tls.clone().map(|files| TlsFiles { ca: None, ..files });
+    let http_tls = http_files.map(ServerTls::open).transpose()?;
     let (listener, address) = bind(config.listen).await?;
     let (http_listener, http_address) = bind(config.http_listen).await?;
     let links = Arc::new(LinkListener::bind(config.rank_listen, tls.clone())?);
@@ -109,9 +112,13 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> Result<()
     if let Some(tls) = tls.clone() {
         tokio::spawn(stop_serving.clone().run_until_cancelled_owned(tls.watch()));
     }
+    if let Some(tls) = http_tls.clone() {
+        tokio::spawn(stop_serving.clone().run_until_cancelled_owned(tls.watch()));
+    }
     let incoming = Incoming::new(listener, Gate::Members(tls.clone()));
     let mut server = tokio::spawn(serve(state.clone(), incoming, stop_serving.clone()));
-    let probes = lockstep_telemetry::http::serve(http_listener, Arc::clone(&state) as _, stop_serving.clone());
+    let http_incoming = Incoming::new(http_listener, Gate::Http(http_tls));
+    let probes = lockstep_telemetry::http::serve(http_incoming, Arc::clone(&state) as _, stop_serving.clone());
     let mut probes = tokio::spawn(probes);
     let mut registration = Registration::start(state.clone(), hello, tls)?;
 

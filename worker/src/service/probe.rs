@@ -1,6 +1,8 @@
 //! What the worker answers to orchestrators and Prometheus.
 //! Invariant: ready is a worker that the coordinator can give work to; whether a model serves is the coordinator's answer.
 
+use std::time::SystemTime;
+
 use lockstep_telemetry::{
     http::Probe,
     metrics::render,
@@ -23,6 +25,10 @@ impl Probe for WorkerState {
     fn metrics(&self) -> String {
         let metrics = &self.metrics;
         metrics.registered.set(f64::from(u8::from(self.is_registered())));
+        if let Some(tls) = self.links.tls() {
+            let expiry = tls.not_after().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+            metrics.certificate_expiry.with_label_values(&["cluster"]).set(expiry.as_secs_f64());
+        }
         metrics.draining.set(f64::from(u8::from(self.is_draining())));
         let states = self.replicas.states();
         for state in PartState::ALL {

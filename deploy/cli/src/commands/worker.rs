@@ -54,7 +54,7 @@ struct Settings {
     /// Where links from other ranks are accepted [default: as --listen, another port]
     #[arg(long, env = "LOCKSTEP_RANK_LISTEN", value_name = "ADDRESS:PORT")]
     rank_listen: Option<SocketAddr>,
-    /// Where /healthz, /readyz and /metrics are served over HTTP in clear text [default: any port, on this machine only; the
+    /// Where /healthz, /readyz and /metrics are served over HTTP, with --cluster-cert over HTTPS [default: any port, on this machine only; the
     /// coordinator's /prometheus/workers lists where it can be reached]
     #[arg(long, env = "LOCKSTEP_WORKER_HTTP_LISTEN", value_name = "ADDRESS:PORT")]
     http_listen: Option<SocketAddr>,
