@@ -14,12 +14,13 @@ constexpr unsigned NUM_WARPS = SETS * SPLITS, THREADS = NUM_WARPS * WARP;
 constexpr unsigned SET_ROWS = GROUPS * GROUP_ROWS, ROWS = SETS * SET_ROWS;
 constexpr unsigned MAX_TILE_BYTES = max_tile_bytes<FORMATS>();
 constexpr Epilogue KIND = Epilogue::EPILOGUE;
-static_assert(KIND != Epilogue::SwiGlu || ROWS == 2 * WARP, "a block makes 32 outputs of SwiGLU");
+static_assert(KIND == Epilogue::SwiGlu || ROWS * TOKENS <= THREADS, "a thread finishes one output");
 
 // One block of 32 activations.
 struct Block {
     int quants[8];
-    ActivationTile::Block scale;
+    float scale;
+    uint32_t sums;  // two 16-bit numbers
 };
 
 __device__ __forceinline__ Block load_activations(const ActivationTile& tile, unsigned index) {
@@ -32,37 +33,67 @@ __device__ __forceinline__ Block load_activations(const ActivationTile& tile, un
         block.quants[4 * half + 3] = words.w;
     }
     const uint2 scale = *(const uint2*)&tile.blocks[index];
-    block.scale.scale = __uint_as_float(scale.x);
-    block.scale.sums[0] = (int16_t)scale.y;
-    block.scale.sums[1] = (int16_t)(scale.y >> 16);
+    block.scale = __uint_as_float(scale.x);
+    block.sums = scale.y;
     return block;
 }
 
-// The product of a block of weights and a block of activations.
-template <class F>
-__device__ __forceinline__ float multiply(const uint32_t (&words)[8], const BlockScales& scales, const Block& block) {
-    int dots[2] = {0, 0};
-    for (unsigned j = 0; j < 8; ++j) dots[j / 4] = __dp4a((int)words[j], block.quants[j], dots[j / 4]);
-    const int sums[2] = {block.scale.sums[0], block.scale.sums[1]};
-    if constexpr (F::OFFSET != 0) {
-        for (unsigned half = 0; half < 2; ++half) dots[half] -= F::OFFSET * sums[half];
-    }
-    const int dot = F::IS_HALVED ? scales.scale[0] * dots[0] + scales.scale[1] * dots[1]
-                                 : scales.scale[0] * (dots[0] + dots[1]);
-    float value = scales.d * (float)dot;
-    if constexpr (F::HAS_MIN) {
-        const int sum = F::IS_HALVED ? scales.min[0] * sums[0] + scales.min[1] * sums[1]
-                                     : scales.min[0] * (sums[0] + sums[1]);
-        value = fmaf(scales.m, (float)sum, value);
-    }
-    return value * block.scale.scale;
-}
-
-// a.x * b[0] + a.y * b[1] + c: a two 16-bit numbers, b bytes.
+// a[0] * b[0] + a[1] * b[1] + c: a two 16-bit numbers, b bytes.
 __device__ __forceinline__ int add_pair(uint32_t a, uint32_t b, int c) {
     int sum;
     asm("dp2a.lo.s32.s32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
     return sum;
+}
+
+// What the offset of the quants of a half takes away from their product with activations.
+template <class F>
+__device__ __forceinline__ int offset_of(const Block& block, unsigned half) {
+    return F::OFFSET == 0 ? 0 : add_pair(block.sums, (uint8_t)-F::OFFSET << 8 * half, 0);
+}
+
+// c + the dot product of four weights of at most 8 bits, not negative, and four activations.
+__device__ __forceinline__ int add_products(uint32_t weights, int activations, int c) {
+    int sum;
+    asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(sum) : "r"(weights), "r"(activations), "r"(c));
+    return sum;
+}
+
+// Word `j` of a block of at least 4 bits; of 4 bits, the second half's quants where they lie, 16 times too large.
+template <class F>
+__device__ __forceinline__ uint32_t word_to_multiply(const LaneBlock<F>& block, unsigned j) {
+    if constexpr (F::BITS == 4) return block.low[j % 4] & (j < 4 ? 0x0f0f0f0fu : 0xf0f0f0f0u);
+    return unpack_word(block, j);
+}
+
+// The product of such words and a block of activations.
+template <class F>
+__device__ __forceinline__ float multiply(const uint32_t (&words)[8], const BlockScales& scales, const Block& block) {
+    float value;
+    if constexpr (F::IS_HALVED) {
+        int dots[2] = {offset_of<F>(block, 0), offset_of<F>(block, 1)};
+#pragma unroll
+        for (unsigned j = 0; j < 8; ++j) dots[j / 4] = __dp4a((int)words[j], block.quants[j], dots[j / 4]);
+        value = scales.d * (float)(scales.scale[0] * dots[0] + scales.scale[1] * dots[1]);
+    } else {
+        // The quants of 4 bits of the second half are 16 times too large.
+        constexpr int FACTOR = F::BITS == 4 ? 16 : 1;
+        int dot = F::OFFSET == 0 ? 0 : add_pair(block.sums, (uint8_t)-F::OFFSET * 0x0101u, 0);
+#pragma unroll
+        for (unsigned j = 0; j < 4; ++j) dot = __dp4a((int)words[j], block.quants[j], dot);
+        dot *= FACTOR;
+#pragma unroll
+        for (unsigned j = 4; j < 8; ++j) {
+            dot = F::BITS == 4 ? add_products(words[j], block.quants[j], dot)
+                               : __dp4a((int)words[j], block.quants[j], dot);
+        }
+        value = scales.d * (float)(scales.scale[0] * dot);
+        if constexpr (F::HAS_MIN) {
+            const int sum = add_pair(block.sums, FACTOR * 0x0101u, 0);
+            value = fmaf(scales.m, (float)(scales.min[0] * sum), value);
+        }
+        if constexpr (FACTOR != 1) return value * (block.scale * (1.0f / FACTOR));
+    }
+    return value * block.scale;
 }
 
 // An integer of less than 23 bits that was added to these bits is a float after that number is taken away.
@@ -86,29 +117,29 @@ __device__ __forceinline__ float multiply_few_bits(const LaneBlock<F>& block, co
         }
         const int* quants = activations.quants + 4 * half;
         // Less than 2^15 also when they are four times too large.
-        const int offset = -F::OFFSET * activations.scale.sums[half];
-        const int dot = __dp4a((int)words[1], quants[1], __dp4a((int)words[0], quants[0], offset));
+        const int dot =
+            __dp4a((int)words[1], quants[1], __dp4a((int)words[0], quants[0], offset_of<F>(activations, half)));
         dots[half] = __dp4a((int)words[3], quants[3], __dp4a((int)words[2], quants[2], 4 * dot));
     }
     const uint32_t pair = __byte_perm(dots[0], dots[1], 0x5410);
     const int dot = add_pair(pair, F::HAS_MIN ? block.scales.x & 0x0f0f : block.scales.x, MAGIC_BITS);
     float value = 0.25f * half_to_float(block.factors) * (__int_as_float(dot) - MAGIC);
     if constexpr (F::HAS_MIN) {
-        const uint32_t sums = (uint16_t)activations.scale.sums[0] | (uint32_t)activations.scale.sums[1] << 16;
-        const int sum = add_pair(sums, block.scales.x >> 4 & 0x0f0f, MAGIC_BITS);
+        const int sum = add_pair(activations.sums, block.scales.x >> 4 & 0x0f0f, MAGIC_BITS);
         value = fmaf(half_to_float(block.factors >> 16), __int_as_float(sum) - MAGIC, value);
     }
-    return value * activations.scale.scale;
+    return value * activations.scale;
 }
 
 // Rings of tiles, one of `STAGES * GROUPS` for each warp.
 extern __shared__ __align__(16) uint8_t rings[];
 
-// One warp's share: its groups over its tiles. Waits for the kernel before in any case.
+// One warp's share: its groups over its tiles. Waits for the kernel before in any case, then calls `start`.
 template <class F>
 struct Multiply {
+    template <class Start>
     static __device__ __forceinline__ void run(const Part& part, uint32_t first_group, uint32_t num_tiles,
-                                               const ActivationTile* input, uint32_t num_tokens,
+                                               const ActivationTile* input, uint32_t num_tokens, const Start& start,
                                                float (&sums)[GROUPS][TOKENS]) {
         const unsigned lane = threadIdx.x % WARP, split = threadIdx.x / WARP % SPLITS;
         uint8_t* ring = rings + threadIdx.x / WARP * STAGES * GROUPS * MAX_TILE_BYTES;
@@ -130,6 +161,7 @@ struct Multiply {
 #pragma unroll
         for (unsigned stage = 0; stage < STAGES; ++stage) fetch(split + stage * SPLITS, stage);
         wait_for_previous();
+        start();
         unsigned stage = 0;
 #pragma unroll 1
         for (uint32_t tile = split; tile < num_tiles; tile += SPLITS) {
@@ -164,7 +196,7 @@ struct Multiply {
             for (unsigned group = 0; group < GROUPS && F::BITS >= 4; ++group) {
                 scales[group] = unpack_scales(loaded[block][group], block, lane);
 #pragma unroll
-                for (unsigned j = 0; j < 8; ++j) words[group][j] = unpack_word(loaded[block][group], j);
+                for (unsigned j = 0; j < 8; ++j) words[group][j] = word_to_multiply(loaded[block][group], j);
             }
 #pragma unroll
             for (unsigned token = 0; token < TOKENS; ++token) {
@@ -199,7 +231,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const uint32_t first_group = unit * (UNIT_ROWS / GROUP_ROWS) + (is_up ? set - SETS / 2 : set) * GROUPS;
 
     float sums[GROUPS][TOKENS] = {};
-    with_format<Multiply, FORMATS>(part.format, part, first_group, layer.num_tiles, input, num_tokens, sums);
+    Single<KIND, ROWS, THREADS> own(part, unit * UNIT_ROWS, num_tokens, output);
+    with_format<Multiply, FORMATS>(part.format, part, first_group, layer.num_tiles, input, num_tokens,
+                                   [&] { own.load(); }, sums);
 
 #pragma unroll
     for (unsigned group = 0; group < GROUPS; ++group) {
@@ -219,5 +253,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (unsigned split = 0; split < SPLITS; ++split) sum += partial[split][token][row];
         return sum;
     };
-    finish<KIND, ROWS, THREADS, 1>(part, unit * UNIT_ROWS, 0, num_tokens, output, product, 0);
+    own.finish(product);
 }

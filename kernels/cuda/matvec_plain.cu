@@ -13,8 +13,7 @@
 constexpr unsigned NUM_WARPS = SETS * SPLITS, THREADS = NUM_WARPS * WARP, ROWS = SETS * ROWS_EACH;
 constexpr unsigned STEP = VECTOR * WARP * SPLITS;
 constexpr Epilogue KIND = Epilogue::EPILOGUE;
-static_assert(KIND == Epilogue::SwiGlu ? ROWS == 2 * WARP : ROWS * TOKENS <= THREADS,
-              "a block makes 32 outputs of SwiGLU, a thread finishes one of others");
+static_assert(KIND == Epilogue::SwiGlu || ROWS * TOKENS <= THREADS, "a thread finishes one output");
 
 // What a thread reads at once of a row, as stored and as floats.
 template <class Type, unsigned SIZE>
@@ -62,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     };
 #pragma unroll
     for (unsigned stage = 0; stage < STAGES; ++stage) fetch(first_column + stage * STEP, stage);
-    Single<KIND, ROWS> own(part, unit * UNIT_ROWS, num_tokens, output);
+    Single<KIND, ROWS, THREADS> own(part, unit * UNIT_ROWS, num_tokens, output);
     wait_for_previous();
     own.load();
     float sums[ROWS_EACH][TOKENS] = {};
@@ -106,9 +105,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (unsigned split = 0; split < SPLITS; ++split) sum += partial[split][token][row];
         return sum;
     };
-    if constexpr (KIND == Epilogue::SwiGlu) {
-        finish<KIND, ROWS, THREADS, 1>(part, unit * UNIT_ROWS, 0, num_tokens, output, product, 0);
-    } else {
-        own.finish(product);
-    }
+    own.finish(product);
 }

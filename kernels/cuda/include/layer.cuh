@@ -52,20 +52,28 @@ __device__ __forceinline__ void with_format(uint32_t index, Args&&... args) {
     }
 }
 
+__device__ __forceinline__ float swiglu(float gate, float up) { return gate / (1.0f + __expf(-gate)) * up; }
+
 // The output of a thread, where a block has at least as many threads as outputs: thread `token * ROWS + row` has row
-// `first_row + row` of the part. What it adds to is read long before it is needed.
-template <Epilogue EPILOGUE, unsigned ROWS>
+// `first_row + row` of the part. What it adds to is read long before it is needed. Of SwiGLU, where the first half of the
+// `ROWS` rows are gates and the second half their ups, a warp has the 32 outputs of a token.
+template <Epilogue EPILOGUE, unsigned ROWS, unsigned THREADS>
 struct Single {
+    static constexpr bool IS_SWIGLU = EPILOGUE == Epilogue::SwiGlu;
+    static_assert(!IS_SWIGLU || ROWS == 2 * WARP, "a block makes 32 outputs of SwiGLU");
+
     const Activations& output;
     size_t place;
-    unsigned row, token;
+    unsigned row, token, first_row;
+    uint32_t num_tokens;
     float before;
     bool is_wanted;
 
     __device__ __forceinline__ Single(const Part& part, uint32_t first_row, uint32_t num_tokens,
                                       const Activations& output)
-        : output(output), row(threadIdx.x % ROWS), token(threadIdx.x / ROWS), before(0.0f) {
-        is_wanted = EPILOGUE != Epilogue::SwiGlu && token < num_tokens && first_row + row < part.rows;
+        : output(output), row(threadIdx.x % ROWS), token(threadIdx.x / ROWS), first_row(first_row),
+          num_tokens(num_tokens), before(0.0f) {
+        is_wanted = !IS_SWIGLU && token < num_tokens && first_row + row < part.rows;
         place = (size_t)token * output.columns + part.first_row + first_row + row;
     }
 
@@ -76,6 +84,13 @@ struct Single {
     // `product(row, token)` as for `finish`.
     template <class Product>
     __device__ __forceinline__ void finish(const Product& product) const {
+        if constexpr (IS_SWIGLU) {
+            const unsigned lane = threadIdx.x % WARP;
+            for (unsigned token = threadIdx.x / WARP; token < num_tokens; token += THREADS / WARP) {
+                store_activations(output, token, first_row / WARP, swiglu(product(lane, token), product(WARP + lane, token)));
+            }
+            return;
+        }
         if (!is_wanted) return;
         const float value = before + product(row, token);
         if (output.values != nullptr) output.values[place] = value;
@@ -112,8 +127,7 @@ __device__ __forceinline__ void finish(const Part& part, uint32_t row, uint32_t 
                 if (token >= num_tokens) break;
                 if (row + block * WARP >= output.columns) continue;
                 // Rows past the end are products with zeros.
-                const float value = gates[i] / (1.0f + __expf(-gates[i])) * ups[i];
-                store_activations(output, first_token + token, row / WARP + block, value);
+                store_activations(output, first_token + token, row / WARP + block, swiglu(gates[i], ups[i]));
             }
         }
     } else {
