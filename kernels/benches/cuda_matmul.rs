@@ -1,7 +1,8 @@
 //! Speed of the CUDA matmul beside the machine's limits: GB/s of weights beside a kernel that only reads them, in the same
 //! kind of graph, launched after the kernel before and overlapping it; TFLOP/s of batches beside cuBLAS.
 //!
-//! `cargo bench --features cuda --bench cuda_matmul -- [matvec|batch] [type ...]`. Needs a CUDA GPU. Every graph rotates
+//! `cargo bench --features cuda --bench cuda_matmul -- [matvec|rank|batch] [type ...]`: layers of an 8B model with one
+//! token, what one of four ranks holds of a 70B model with one token, and batches. Needs a CUDA GPU. Every graph rotates
 //! over more than 2 GB of weights, so that nothing is left in a cache; figures are medians of replays.
 #![allow(clippy::unwrap_used, missing_docs, reason = "a failure is what a benchmark reports")]
 
@@ -25,6 +26,9 @@ use lockstep_kernels::{
 /// Rows and columns of the layers of an 8B model, and what becomes of their products.
 const SHAPES: [(usize, usize, Target); 4] =
     [(4096, 14336, Target::Add), (28672, 4096, Target::SwiGlu), (6144, 4096, Target::Store), (4096, 4096, Target::Add)];
+/// The same of what one of four ranks holds of a 70B model.
+const RANK_SHAPES: [(usize, usize, Target); 4] =
+    [(8192, 7168, Target::Add), (14336, 8192, Target::SwiGlu), (2560, 8192, Target::Store), (8192, 2048, Target::Add)];
 const ROTATED_BYTES: usize = 2100 << 20;
 const BATCHES: [usize; 12] = [2, 3, 4, 6, 8, 16, 32, 64, 128, 256, 512, 4096];
 const NUM_REPLAYS: usize = 7;
@@ -127,10 +131,10 @@ fn time_reads(gpu: &Arc<Gpu>, num_bytes: usize) -> [f64; 2] {
     })
 }
 
-fn matvec(gpu: &Arc<Gpu>, matmul: &Matmul, types: &[GgmlType]) {
+fn matvec(gpu: &Arc<Gpu>, matmul: &Matmul, types: &[GgmlType], shapes: &[(usize, usize, Target)]) {
     println!("one token: GB/s of weights, and what part it is of a read of the same bytes, alone and overlapped");
     for &ggml_type in types {
-        for (rows, columns, target) in SHAPES {
+        for &(rows, columns, target) in shapes {
             let layers = layers(gpu, ggml_type, rows, columns);
             let num_bytes = layers[0].num_bytes();
             let us = time_call(gpu, matmul, &layers, 1, target);
@@ -181,7 +185,10 @@ fn main() {
     let matmul = Matmul::new(&gpu).unwrap();
     println!("{}", gpu.limits().name);
     if wants("matvec") {
-        self::matvec(&gpu, &matmul, &or(GgmlType::all().collect()));
+        self::matvec(&gpu, &matmul, &or(GgmlType::all().collect()), &SHAPES);
+    }
+    if wants("rank") {
+        self::matvec(&gpu, &matmul, &or(vec![GgmlType::Q4_K, GgmlType::Q6_K]), &RANK_SHAPES);
     }
     if wants("batch") {
         batch(&gpu, &matmul, &or(vec![GgmlType::Q4_K, GgmlType::Q6_K, GgmlType::Q8_0, GgmlType::BF16]));
