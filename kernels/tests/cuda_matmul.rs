@@ -12,7 +12,7 @@ mod tiles;
 
 use std::sync::Arc;
 
-use blocks::random_matrix;
+use blocks::{random_matrix, shrink};
 use half::{bf16, f16};
 use lockstep_formats::GgmlType;
 use lockstep_kernels::{
@@ -252,6 +252,25 @@ fn large_layers_agree_with_the_oracle() {
         for num_tokens in gpu::cases([1, 8, 20, 100, 200]) {
             Case { gpu, matrices: &matrices, num_tokens, seed }.run(Target::Store);
             Case { gpu, matrices: &matrices, num_tokens, seed }.run(Target::SwiGlu);
+        }
+    });
+}
+
+/// Scales that lie where f16 has few bits lose none of them.
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn small_weights_agree_with_the_oracle() {
+    let seed = fresh_seed();
+    gpu::side_by_side(gpu::cases(GgmlType::all().filter(|kind| kind.block_elements() > 1)), |gpu, ggml_type| {
+        let small = |rows, factor| {
+            let mut matrix = random_matrix(ggml_type, rows, 512, seed.wrapping_add(rows as u64));
+            shrink(&mut matrix, factor);
+            matrix
+        };
+        let matrices = [small(40, 1.0 / 1024.0), small(24, 1.0 / 256.0)];
+        for num_tokens in gpu::cases([1, 8, 40, 1050]) {
+            Case { gpu, matrices: &matrices, num_tokens, seed }.run(Target::Store);
+            Case { gpu, matrices: &matrices[..1], num_tokens, seed }.run(Target::SwiGlu);
         }
     });
 }

@@ -34,7 +34,8 @@ __device__ __forceinline__ uint32_t scale_pairs(uint32_t a, uint32_t b, uint32_t
     return result;
 }
 
-// Scale and summand of the halves of a lane's block, as pairs.
+// Scale and summand of the halves of a lane's block, as pairs. Below the smallest normal f16 they lose no bits: `d` and `m`
+// are f16 in the file (but for Q8_K), so their products with integers are multiples of the smallest f16 of all.
 struct HalfScales {
     uint32_t scale[2];
     uint32_t min[2];

@@ -39,3 +39,16 @@ pub fn random_matrix(ggml_type: GgmlType, rows: usize, columns: usize, seed: u64
     }
     HostMatrix { ggml_type, rows, columns, bytes }
 }
+
+/// Makes the values of blocks smaller by a power of two, as far as f16 goes.
+#[allow(dead_code, reason = "not every test needs small values")]
+pub fn shrink(matrix: &mut HostMatrix, factor: f32) {
+    let HostMatrix { ggml_type, ref mut bytes, .. } = *matrix;
+    for block in bytes.chunks_exact_mut(ggml_type.block_bytes()) {
+        for &(offset, _) in f16_fields(ggml_type) {
+            let field = &mut block[offset..offset + 2];
+            let value = f16::from_le_bytes([field[0], field[1]]).to_f32() * factor;
+            field.copy_from_slice(&f16::from_f32(value).to_le_bytes());
+        }
+    }
+}
