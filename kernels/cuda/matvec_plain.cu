@@ -4,8 +4,8 @@
 // summed over the warps in shared memory. `STAGES` pieces of the weights are under way in registers, the first ones before
 // the wait for the kernel that makes the activations. For SwiGLU the first half of the sets are gates, the second half ups, and a block makes 32 outputs.
 //
-// Launch constants: WEIGHT and INPUT (F32, F16, BF16), VECTOR (8 if `columns` is a multiple of it, else 1), ROWS_EACH,
-// SETS, SPLITS, STAGES, TOKENS, EPILOGUE. Grid: one block a unit.
+// Launch constants: WEIGHT and INPUT (F32, F16, BF16), VECTOR (elements of 16 bytes of weights if `columns` is a multiple
+// of them, else 1), ROWS_EACH, SETS, SPLITS, STAGES, TOKENS, EPILOGUE. Grid: one block a unit.
 
 #include "layer.cuh"
 #include "plain.cuh"
@@ -30,6 +30,16 @@ struct Vector<Type, 1> {
     static __device__ __forceinline__ Raw load(const typename Type::Stored* from) { return Type::load(from); }
     static __device__ __forceinline__ Raw stream(const typename Type::Stored* from) { return Type::load(from); }
     static __device__ __forceinline__ void convert(float raw, float (&values)[1]) { values[0] = raw; }
+};
+
+template <>
+struct Vector<F32, 4> {
+    using Raw = float4;
+    static __device__ __forceinline__ Raw load(const float* from) { return *(const float4*)from; }
+    static __device__ __forceinline__ Raw stream(const float* from) { return F32::stream4(from); }
+    static __device__ __forceinline__ void convert(const Raw& raw, float (&values)[4]) {
+        values[0] = raw.x, values[1] = raw.y, values[2] = raw.z, values[3] = raw.w;
+    }
 };
 
 using Weights = Vector<WEIGHT, VECTOR>;
@@ -71,9 +81,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (unsigned stage = 0; stage < STAGES; ++stage) {
             const uint32_t column = start + stage * STEP;
             if (column >= columns) break;
-            float weights[ROWS_EACH][VECTOR];
+            // The next weights are asked for before these are there: then twice as many are under way.
+            typename Weights::Raw loaded[ROWS_EACH];
 #pragma unroll
-            for (unsigned row = 0; row < ROWS_EACH; ++row) Weights::convert(pending[stage][row], weights[row]);
+            for (unsigned row = 0; row < ROWS_EACH; ++row) loaded[row] = pending[stage][row];
             fetch(column + STAGES * STEP, stage);
 #pragma unroll
             for (unsigned token = 0; token < TOKENS; ++token) {
@@ -82,9 +93,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 Inputs::convert(Inputs::load(input + (size_t)token * columns + column), values);
 #pragma unroll
                 for (unsigned row = 0; row < ROWS_EACH; ++row) {
+                    float weights[VECTOR];
+                    Weights::convert(loaded[row], weights);
 #pragma unroll
                     for (unsigned i = 0; i < VECTOR; ++i) {
-                        sums[row][token] = fmaf(weights[row][i], values[i], sums[row][token]);
+                        sums[row][token] = fmaf(weights[i], values[i], sums[row][token]);
                     }
                 }
             }

@@ -14,14 +14,11 @@ struct F32 {
     static __device__ __forceinline__ Eight load8(const float* from) {
         return {((const float4*)from)[0], ((const float4*)from)[1]};
     }
-    // Of what is read once in a launch.
-    static __device__ __forceinline__ Eight stream8(const float* from) {
-        const uint4 first = FromGlobal::load16((const uint8_t*)from), second = FromGlobal::load16((const uint8_t*)from + 16);
-        const auto floats = [](uint4 words) {
-            return make_float4(__uint_as_float(words.x), __uint_as_float(words.y), __uint_as_float(words.z),
-                               __uint_as_float(words.w));
-        };
-        return {floats(first), floats(second)};
+    // Four of what is read once in a launch: neighbouring lanes read neighbouring bytes.
+    static __device__ __forceinline__ float4 stream4(const float* from) {
+        const uint4 words = FromGlobal::load16((const uint8_t*)from);
+        return make_float4(__uint_as_float(words.x), __uint_as_float(words.y), __uint_as_float(words.z),
+                           __uint_as_float(words.w));
     }
     static __device__ __forceinline__ void convert(const Eight& eight, float (&values)[8]) {
         values[0] = eight.first.x, values[1] = eight.first.y, values[2] = eight.first.z, values[3] = eight.first.w;
@@ -35,6 +32,7 @@ struct SixteenBits {
     using Eight = uint4;
     static __device__ __forceinline__ float load(const uint16_t* from) { return Half::to_float(*from); }
     static __device__ __forceinline__ Eight load8(const uint16_t* from) { return *(const uint4*)from; }
+    // Of what is read once in a launch.
     static __device__ __forceinline__ Eight stream8(const uint16_t* from) {
         return FromGlobal::load16((const uint8_t*)from);
     }

@@ -44,7 +44,7 @@ pub const SOURCE: Source = Source {
         &[
             "-DWEIGHT=F32",
             "-DINPUT=F32",
-            "-DVECTOR=1",
+            "-DVECTOR=4",
             "-DROWS_EACH=2",
             "-DSETS=1",
             "-DSPLITS=4",
@@ -52,12 +52,23 @@ pub const SOURCE: Source = Source {
             "-DTOKENS=2",
             "-DEPILOGUE=Store",
         ],
+        &[
+            "-DWEIGHT=BF16",
+            "-DINPUT=F32",
+            "-DVECTOR=1",
+            "-DROWS_EACH=4",
+            "-DSETS=4",
+            "-DSPLITS=2",
+            "-DSTAGES=2",
+            "-DTOKENS=1",
+            "-DEPILOGUE=Store",
+        ],
     ],
 };
 
 const SWIGLU_OUTPUTS: usize = 32;
-/// Elements of a load.
-const VECTOR: usize = 8;
+/// Bytes of a load.
+const VECTOR_BYTES: usize = 16;
 /// Rows of layers that fill a GPU neither exactly nor many times, and columns of long rows.
 const MEDIUM_ROWS: Range<usize> = 5120..16384;
 const LONG_COLUMNS: usize = 8192;
@@ -79,16 +90,18 @@ pub(super) fn launch(
     // What was fastest on an H200 for layers of about that size.
     let (rows_each, sets, splits, stages) = match target {
         Target::SwiGlu => (4, 16, 1, 1),
+        _ if ggml_type == GgmlType::F32 => (4, 1, 8, 1),
         _ if MEDIUM_ROWS.contains(&layer.num_rows()) && input.columns < LONG_COLUMNS => (4, 4, 2, 2),
         _ => (4, 1, 4, 1),
     };
+    let vector = VECTOR_BYTES / ggml_type.block_bytes();
     let unit_rows = if target == Target::SwiGlu { SWIGLU_OUTPUTS } else { rows_each * sets };
     let num_units =
         if target == Target::SwiGlu { layer.first_rows().div_ceil(unit_rows) } else { layer.num_units(unit_rows) };
     let options = [
         format!("-DWEIGHT={ggml_type}"),
         format!("-DINPUT={input_type}"),
-        format!("-DVECTOR={}", if input.columns.is_multiple_of(VECTOR) { VECTOR } else { 1 }),
+        format!("-DVECTOR={}", if input.columns.is_multiple_of(vector) { vector } else { 1 }),
         format!("-DROWS_EACH={rows_each}"),
         format!("-DSETS={sets}"),
         format!("-DSPLITS={splits}"),
