@@ -143,17 +143,20 @@ struct Multiply {
                                                float (&sums)[GROUPS][TOKENS]) {
         const unsigned lane = threadIdx.x % WARP, split = threadIdx.x / WARP % SPLITS;
         uint8_t* ring = rings + threadIdx.x / WARP * STAGES * GROUPS * MAX_TILE_BYTES;
-        const uint8_t* groups[GROUPS];
+        // They move on with every tile: computed anew each time, addresses would cost as much as the products.
+        const uint8_t* next[GROUPS];
 #pragma unroll
         for (unsigned group = 0; group < GROUPS; ++group) {
-            groups[group] = group_tiles(part, first_group + group, num_tiles, F::TILE_BYTES);
+            next[group] = group_tiles(part, first_group + group, num_tiles, F::TILE_BYTES);
+            next[group] += split * F::TILE_BYTES + lane * 16;
         }
         const auto fetch = [&](uint32_t tile, unsigned stage) {
             if (tile < num_tiles) {
+                uint8_t* to = ring + stage * GROUPS * F::TILE_BYTES + lane * 16;
 #pragma unroll
                 for (unsigned group = 0; group < GROUPS; ++group) {
-                    copy_tile<F>(ring + (stage * GROUPS + group) * F::TILE_BYTES, groups[group] + tile * F::TILE_BYTES,
-                                 lane);
+                    copy_share<F>(to + group * F::TILE_BYTES, next[group], lane);
+                    next[group] += SPLITS * F::TILE_BYTES;
                 }
             }
             close_copies();
@@ -163,11 +166,12 @@ struct Multiply {
         wait_for_previous();
         start();
         unsigned stage = 0;
+        input += split;
 #pragma unroll 1
-        for (uint32_t tile = split; tile < num_tiles; tile += SPLITS) {
+        for (uint32_t tile = split; tile < num_tiles; tile += SPLITS, input += SPLITS) {
             Block first[2];
 #pragma unroll
-            for (unsigned block = 0; block < 2; ++block) first[block] = load_activations(input[tile], 4 * block + lane % 4);
+            for (unsigned block = 0; block < 2; ++block) first[block] = load_activations(*input, 4 * block + lane % 4);
             wait_copies<STAGES - 1>();
             __syncwarp();
             LaneBlock<F> loaded[2][GROUPS];
@@ -180,7 +184,7 @@ struct Multiply {
             __syncwarp();
             fetch(tile + STAGES * SPLITS, stage);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
-            multiply_tile(loaded, first, input + tile, num_tiles, num_tokens, lane, sums);
+            multiply_tile(loaded, first, input, num_tiles, num_tokens, lane, sums);
         }
     }
 

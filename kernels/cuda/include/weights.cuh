@@ -244,12 +244,18 @@ __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
 }
 
-// Starts a warp's copy of a tile to shared memory.
+// Starts a lane's share of a warp's copy of a tile to shared memory; the pointers are to the lane's first 16 bytes.
 template <class F>
-__device__ __forceinline__ void copy_tile(uint8_t* to, const uint8_t* from, unsigned lane) {
+__device__ __forceinline__ void copy_share(uint8_t* to, const uint8_t* from, unsigned lane) {
     constexpr unsigned CHUNKS = F::TILE_BYTES / 16;
 #pragma unroll
     for (unsigned first = 0; first < CHUNKS; first += WARP) {
-        if (first + WARP <= CHUNKS || first + lane < CHUNKS) copy16(to + (first + lane) * 16, from + (first + lane) * 16);
+        if (first + WARP <= CHUNKS || first + lane < CHUNKS) copy16(to + first * 16, from + first * 16);
     }
+}
+
+// Starts a warp's copy of a tile to shared memory.
+template <class F>
+__device__ __forceinline__ void copy_tile(uint8_t* to, const uint8_t* from, unsigned lane) {
+    copy_share<F>(to + lane * 16, from + lane * 16, lane);
 }
