@@ -2,11 +2,12 @@
 //
 // A block makes `SETS * GROUPS * 8` rows: each of its warps `GROUPS` groups of 8 rows over every `SPLITS`-th tile of the
 // columns, summed over the warps in shared memory. Each warp has a ring of tiles in shared memory, which is filled before
-// the wait for the kernel that makes the activations. For SwiGLU the first half of the sets are gates, the second half
-// ups, and a block makes 32 outputs.
+// the wait for the kernel that makes the activations. `SHARED`: each block copies the activations to shared memory after
+// that wait. For SwiGLU the first half of the sets are gates, the second half ups, and a block makes 32 outputs.
 //
-// Launch constants: FORMATS (list of the layer's formats), GROUPS, SETS, SPLITS, STAGES, TOKENS, EPILOGUE.
-// Grid: one block a unit. Dynamic shared memory: SETS * SPLITS * STAGES * GROUPS tiles of the largest format.
+// Launch constants: FORMATS (list of the layer's formats), GROUPS, SETS, SPLITS, STAGES, SHARED (0, 1), TOKENS, EPILOGUE.
+// Grid: one block a unit. Dynamic shared memory: SETS * SPLITS * STAGES * GROUPS tiles of the largest format; if `SHARED`,
+// before them the tiles of activations of all tokens.
 
 #include "layer.cuh"
 
@@ -131,8 +132,27 @@ __device__ __forceinline__ float multiply_few_bits(const LaneBlock<F>& block, co
     return value * activations.scale;
 }
 
-// Rings of tiles, one of `STAGES * GROUPS` for each warp.
-extern __shared__ __align__(16) uint8_t rings[];
+// Activations if `SHARED`, then rings of tiles, one of `STAGES * GROUPS` for each warp.
+extern __shared__ __align__(16) uint8_t dynamic[];
+
+// Copies the activations to shared memory. Every thread of the block calls it.
+__device__ __forceinline__ void bring_activations(const ActivationTile* input, uint32_t num_bytes) {
+    // Several chunks of a thread are under way together.
+    constexpr unsigned TOGETHER = 4;
+    const uint32_t count = num_bytes / sizeof(uint4);
+    for (uint32_t first = threadIdx.x; first < count; first += TOGETHER * THREADS) {
+        uint4 chunks[TOGETHER];
+#pragma unroll
+        for (unsigned i = 0; i < TOGETHER; ++i) {
+            if (first + i * THREADS < count) chunks[i] = ((const uint4*)input)[first + i * THREADS];
+        }
+#pragma unroll
+        for (unsigned i = 0; i < TOGETHER; ++i) {
+            if (first + i * THREADS < count) ((uint4*)dynamic)[first + i * THREADS] = chunks[i];
+        }
+    }
+    __syncthreads();
+}
 
 // One warp's share: its groups over its tiles. Waits for the kernel before in any case, then calls `start`.
 template <class F>
@@ -142,7 +162,8 @@ struct Multiply {
                                                const ActivationTile* input, uint32_t num_tokens, const Start& start,
                                                float (&sums)[GROUPS][TOKENS]) {
         const unsigned lane = threadIdx.x % WARP, split = threadIdx.x / WARP % SPLITS;
-        uint8_t* ring = rings + threadIdx.x / WARP * STAGES * GROUPS * MAX_TILE_BYTES;
+        const uint32_t activation_bytes = SHARED ? num_tokens * num_tiles * sizeof(ActivationTile) : 0;
+        uint8_t* ring = dynamic + activation_bytes + threadIdx.x / WARP * STAGES * GROUPS * MAX_TILE_BYTES;
         // They move on with every tile: computed anew each time, addresses would cost as much as the products.
         const uint8_t* next[GROUPS];
 #pragma unroll
@@ -165,6 +186,10 @@ struct Multiply {
         for (unsigned stage = 0; stage < STAGES; ++stage) fetch(split + stage * SPLITS, stage);
         wait_for_previous();
         start();
+        if constexpr (SHARED) {
+            bring_activations(input, activation_bytes);
+            input = (const ActivationTile*)dynamic;
+        }
         unsigned stage = 0;
         input += split;
 #pragma unroll 1

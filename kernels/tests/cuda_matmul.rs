@@ -243,13 +243,14 @@ fn large_layers_agree_with_the_oracle() {
     let layers = [
         (GgmlType::Q4_K, 64, 14336),
         (GgmlType::Q6_K, 64, 14336),
+        (GgmlType::Q3_K, 64, 14336),
         (GgmlType::Q4_K, 17000, 512),
         (GgmlType::Q8_0, 4096, 1056),
         (GgmlType::BF16, 4096, 1024),
     ];
     gpu::side_by_side(gpu::cases(layers), |gpu, (ggml_type, rows, columns)| {
         let matrices = [random_matrix(ggml_type, rows, columns, seed)];
-        for num_tokens in gpu::cases([1, 8, 20, 100, 200]) {
+        for num_tokens in gpu::cases([1, 2, 8, 20, 100, 200]) {
             Case { gpu, matrices: &matrices, num_tokens, seed }.run(Target::Store);
             Case { gpu, matrices: &matrices, num_tokens, seed }.run(Target::SwiGlu);
         }
@@ -290,6 +291,7 @@ fn targets_and_stacks_agree_with_the_oracle() {
     let pairs = [
         vec![matrix(GgmlType::Q4_1, 64)],
         vec![matrix(GgmlType::Q4_1, 40)],
+        vec![matrix(GgmlType::Q2_K, 48), matrix(GgmlType::Q3_K, 48)],
         vec![matrix(GgmlType::Q4_K, 160), matrix(GgmlType::Q6_K, 160)],
         vec![matrix(GgmlType::Q4_K, 320), matrix(GgmlType::Q4_K, 320)],
         vec![matrix(GgmlType::Q5_0, 23), matrix(GgmlType::Q4_0, 23)],
@@ -300,7 +302,7 @@ fn targets_and_stacks_agree_with_the_oracle() {
         vec![matrix(GgmlType::F16, 64), matrix(GgmlType::BF16, 64)],
         vec![matrix(GgmlType::Q4_1, 32), matrix(GgmlType::F16, 32)],
     ];
-    gpu::side_by_side(gpu::cases([1, 6, 19, 150, 1050]), |gpu, num_tokens| {
+    gpu::side_by_side(gpu::cases([1, 2, 6, 19, 150, 1050]), |gpu, num_tokens| {
         for matrices in &stacks {
             Case { gpu, matrices, num_tokens, seed }.run(Target::Store);
             Case { gpu, matrices, num_tokens, seed }.run(Target::Add);

@@ -184,11 +184,6 @@ impl LayerView {
         format!("-DFORMATS={}", names.join(","))
     }
 
-    /// Whether all formats are Q4_K and Q5_K.
-    pub(super) fn has_six_bit_scales(&self) -> bool {
-        self.layouts().all(Layout::has_six_bit_scales)
-    }
-
     /// Bytes of the largest tile.
     pub(super) fn max_tile_bytes(&self) -> usize {
         self.layouts().map(Layout::tile_bytes).max().unwrap_or(0)

@@ -52,11 +52,6 @@ impl Layout {
         Some(Self { name, bits, scales })
     }
 
-    /// Whether it is Q4_K or Q5_K.
-    pub(super) fn has_six_bit_scales(self) -> bool {
-        self.scales == Scales::SixBit
-    }
-
     /// Bytes of a tile.
     pub(super) fn tile_bytes(self) -> usize {
         let end = match self.scales {
