@@ -1,5 +1,7 @@
 //! How many requests may be in the coordinator, and whether any may.
-//! Invariant: a request holds a [`Permit`] until its stream ends; after [`Admission::close`] no permit is given.
+//! Invariants: a request holds a [`Permit`] until its stream ends; after [`Admission::close`] no permit is given; what one
+//! tenant has running never keeps another from its share of the limit.
+//! Not here: limits of a tenant's own ([`crate::tenants`]).
 
 use std::{
     sync::{
@@ -11,18 +13,25 @@ use std::{
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use crate::error::RequestError;
+use crate::{
+    error::RequestError,
+    tenants::{Entry, Tenant, Tenants},
+};
 
 /// Bounds the requests; cheap to clone.
 #[derive(Clone)]
 pub struct Admission {
     permits: Arc<Semaphore>,
+    /// For tenants that have less than their share when the others have all.
+    spare: Arc<Semaphore>,
     is_closed: Arc<AtomicBool>,
     limit: usize,
 }
 
 /// The right to run one request.
 pub struct Permit {
+    /// Its tenant's side.
+    pub entry: Entry,
     _permit: OwnedSemaphorePermit,
 }
 
@@ -30,25 +39,30 @@ impl Admission {
     /// Admits up to `limit` requests at once.
     pub fn new(limit: usize) -> Self {
         let limit = limit.clamp(1, Semaphore::MAX_PERMITS.min(u32::MAX as usize));
-        Self { permits: Arc::new(Semaphore::new(limit)), is_closed: Arc::default(), limit }
+        let semaphore = || Arc::new(Semaphore::new(limit));
+        Self { permits: semaphore(), spare: semaphore(), is_closed: Arc::default(), limit }
     }
 
-    /// Admits a request.
+    /// Admits a request of a tenant.
     ///
     /// # Errors
-    /// [`RequestError::Overloaded`] at the limit, [`RequestError::ShuttingDown`] after [`Self::close`].
-    pub fn enter(&self) -> Result<Permit, RequestError> {
+    /// [`RequestError::ShuttingDown`] after [`Self::close`], the tenant's own, [`RequestError::Overloaded`] at the limit.
+    pub fn enter(&self, tenants: &Tenants, tenant: &Arc<Tenant>) -> Result<Permit, RequestError> {
         if self.is_closed.load(Ordering::Acquire) {
             return Err(RequestError::ShuttingDown);
         }
-        let permit = Arc::clone(&self.permits).try_acquire_owned();
-        let permit = permit.map_err(|_| RequestError::Overloaded { limit: self.limit })?;
-        Ok(Permit { _permit: permit })
+        let entry = tenant.enter()?;
+        let has_less = || tenant.in_use().num_running <= tenants.share(tenant, self.limit);
+        let permit = Arc::clone(&self.permits).try_acquire_owned().ok();
+        let permit = permit.or_else(|| has_less().then(|| Arc::clone(&self.spare).try_acquire_owned().ok()).flatten());
+        let permit = permit.ok_or(RequestError::Overloaded { limit: self.limit })?;
+        Ok(Permit { entry, _permit: permit })
     }
 
     /// Requests now running.
     pub fn num_running(&self) -> usize {
-        self.limit - self.permits.available_permits().min(self.limit)
+        let num_free = self.permits.available_permits() + self.spare.available_permits();
+        (2 * self.limit).saturating_sub(num_free)
     }
 
     /// Most requests at once.
@@ -68,7 +82,8 @@ impl Admission {
 
     /// Waits until no request runs, or for `limit`; says whether all ended.
     pub async fn drained(&self, limit: Duration) -> bool {
-        let all = self.permits.acquire_many(self.limit.try_into().unwrap_or(u32::MAX));
+        let count = self.limit.try_into().unwrap_or(u32::MAX);
+        let all = async { tokio::join!(self.permits.acquire_many(count), self.spare.acquire_many(count)) };
         tokio::time::timeout(limit, all).await.is_ok()
     }
 }
@@ -79,13 +94,17 @@ mod tests {
 
     #[tokio::test]
     async fn admits_up_to_the_limit_until_closed() {
+        let tenants = Tenants::open(None).unwrap();
+        let tenant = tenants.authenticate(None).unwrap();
         let admission = Admission::new(2);
-        let (first, _second) = (admission.enter().unwrap(), admission.enter().unwrap());
-        assert!(matches!(admission.enter(), Err(RequestError::Overloaded { limit: 2 })));
+        let enter = || admission.enter(&tenants, &tenant);
+        let (first, _second) = (enter().unwrap(), enter().unwrap());
+        assert!(matches!(enter(), Err(RequestError::Overloaded { limit: 2 })));
+        assert_eq!((admission.num_running(), tenant.in_use().num_running), (2, 2));
         drop(first);
-        assert_eq!(admission.num_running(), 1);
+        assert_eq!((admission.num_running(), tenant.in_use().num_running), (1, 1));
         admission.close();
-        assert!(matches!(admission.enter(), Err(RequestError::ShuttingDown)));
+        assert!(matches!(enter(), Err(RequestError::ShuttingDown)));
         assert!(!admission.drained(Duration::from_millis(10)).await);
     }
 }

@@ -20,6 +20,8 @@ pub struct CoordinatorConfig {
     pub lease: Duration,
     /// Most requests in the coordinator at once; one more is refused as overloaded.
     pub max_concurrent_requests: usize,
+    /// Who may use it, and how much; without it everybody, without limits.
+    pub tenants_file: Option<std::path::PathBuf>,
     /// Longest wait of a request without a deadline for another replica, when its own breaks.
     pub failover_timeout: Duration,
     /// Longest drain at shutdown.

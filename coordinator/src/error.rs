@@ -34,6 +34,14 @@ pub enum CoordinatorError {
         /// The address.
         address: std::net::SocketAddr,
     },
+    /// The tenants' file cannot be used.
+    #[error("tenants' file {}: {problem}", path.display())]
+    TenantsFile {
+        /// The file.
+        path: std::path::PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
     /// Certificates or keys cannot be used.
     #[error(transparent)]
     Tls(#[from] lockstep_transport::TlsError),
@@ -85,6 +93,41 @@ pub enum RequestError {
         model: String,
         /// What it waits for, or why it cannot be served.
         problem: String,
+    },
+    /// No API key came with the request.
+    #[error("an API key is needed: authorization: Bearer KEY")]
+    NoKey,
+    /// No tenant has that key.
+    #[error("the API key is not known")]
+    UnknownKey,
+    /// The tenant is no administrator.
+    #[error("this is for administrators: the tenant of this API key is none")]
+    NotAdmin,
+    /// A tenant has too many requests at once.
+    #[error("{limit} requests of this tenant are running, which is its limit; try again later")]
+    TenantBusy {
+        /// Most at once.
+        limit: usize,
+    },
+    /// A tenant has used up its tokens of the minute.
+    #[error("the request may take {needed} tokens; the tenant has {per_minute} a minute: try again in {retry_after:?}")]
+    TokenRate {
+        /// Tokens of the prompt and the longest output.
+        needed: u64,
+        /// The tenant's rate.
+        per_minute: u64,
+        /// When there are enough.
+        retry_after: Duration,
+    },
+    /// A tenant's budget does not pay for the request.
+    #[error("the request may take {needed} tokens; the tenant has {left} left in its budget{}", renewal(*renewed_in))]
+    TokenBudget {
+        /// Tokens of the prompt and the longest output.
+        needed: u64,
+        /// Tokens left, without those that running requests may take.
+        left: u64,
+        /// When the budget is renewed, if it is.
+        renewed_in: Option<Duration>,
     },
     /// Too many requests at once.
     #[error("{limit} requests are running, which is the limit; try again later")]
@@ -165,6 +208,10 @@ impl RequestError {
             Self::UnknownModel { .. } | Self::UnknownWorker(_) => Class::NotFound,
             Self::ModelExists { .. } => Class::AlreadyExists,
             Self::NotReady { .. } => Class::NotReady,
+            Self::NoKey | Self::UnknownKey => Class::Unauthenticated,
+            Self::NotAdmin => Class::PermissionDenied,
+            Self::TenantBusy { .. } | Self::TokenRate { .. } => Class::RateLimited,
+            Self::TokenBudget { .. } => Class::QuotaExhausted,
             Self::Overloaded { .. } => Class::Overloaded,
             Self::ShuttingDown => Class::ShuttingDown,
             Self::ReplicaLost(_) | Self::NotResumed { .. } | Self::ModelGone => Class::WorkerLost,
@@ -177,7 +224,9 @@ impl RequestError {
     /// When to try again, if that is known to help.
     pub fn retry_after(&self) -> Option<Duration> {
         match self {
-            Self::Overloaded { .. } => Some(RETRY_AFTER),
+            Self::Overloaded { .. } | Self::TenantBusy { .. } => Some(RETRY_AFTER),
+            Self::TokenRate { retry_after, .. } => Some(*retry_after),
+            Self::TokenBudget { renewed_in, .. } => *renewed_in,
             Self::Worker { class: Class::Overloaded, retry_after, .. } => Some(retry_after.unwrap_or(RETRY_AFTER)),
             _ => None,
         }
@@ -197,4 +246,8 @@ impl From<RequestError> for Status {
             None => error.class().status(error.to_string()),
         }
     }
+}
+
+fn renewal(renewed_in: Option<Duration>) -> String {
+    renewed_in.map_or_else(String::new, |time| format!(", which is renewed in {} s", time.as_secs()))
 }

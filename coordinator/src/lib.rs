@@ -23,6 +23,7 @@ pub mod router;
 pub mod security;
 pub mod served;
 pub mod server;
+pub mod tenants;
 
 pub use config::{CoordinatorConfig, ModelSpec};
 pub use error::CoordinatorError;

@@ -1,5 +1,6 @@
 //! The coordinator's Prometheus metrics. One registry a coordinator, no global state.
-//! Invariant: labels come from fixed sets (outcome words, loaded models, states); request ids and texts never appear.
+//! Invariant: labels come from fixed sets (outcome words, loaded models, states, tenants of the tenants' file);
+//! request ids and texts never appear.
 
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -10,7 +11,7 @@ use lockstep_proto::v1;
 use lockstep_telemetry::{
     define_metrics,
     http::Probe,
-    metrics::{Counters, Gauge, Gauges, Histogram, IntCounter, render},
+    metrics::{Counters, Gauge, Gauges, Histogram, Histograms, IntCounter, render},
     otlp::{self, ExportMetrics},
 };
 use tokio::sync::watch;
@@ -22,6 +23,7 @@ use crate::{
     router::Router,
     security::Security,
     served::{ReplicaState, ServedModel},
+    tenants::{Tenant, Tenants, tenant::TenantUse},
 };
 
 /// Buckets of times that a client sees, seconds.
@@ -58,6 +60,20 @@ define_metrics! {
             "Between two messages with tokens of a stream";
         time_per_output_token: Histogram = "lockstep_coordinator_time_per_output_token_seconds" in TOKEN_BUCKETS,
             "Mean time between the tokens of a finished request of two tokens or more";
+        tenant_requests: Counters = "lockstep_coordinator_tenant_requests_total" ["tenant", "outcome"],
+            "Generate requests that ended, by finish reason or class of error, of a tenant";
+        tenant_prompt_tokens: Counters = "lockstep_coordinator_tenant_prompt_tokens_total" ["tenant"],
+            "Prompt tokens of a tenant's admitted requests";
+        tenant_completion_tokens: Counters = "lockstep_coordinator_tenant_completion_tokens_total" ["tenant"],
+            "Tokens received from workers for a tenant";
+        tenant_queue_seconds: Histograms = "lockstep_coordinator_tenant_queue_seconds" ["tenant"] in LATENCY_BUCKETS,
+            "How long a tenant's sequences waited for their first step";
+        tenant_running_requests: Gauges = "lockstep_coordinator_tenant_running_requests" ["tenant"],
+            "Generate requests of a tenant in the coordinator";
+        tenant_budget_left: Gauges = "lockstep_coordinator_tenant_budget_left_tokens" ["tenant"],
+            "Tokens left of a tenant's budget, without those that running requests may use";
+        tenants_file_valid: Gauge = "lockstep_coordinator_tenants_file_valid",
+            "1 while the tenants' file as it is now is in force, else 0";
         moved_requests: IntCounter = "lockstep_coordinator_moved_requests_total",
             "Moves of requests to another replica after theirs broke";
         stream_gap: Histogram = "lockstep_coordinator_stream_gap_seconds" in LATENCY_BUCKETS,
@@ -89,6 +105,8 @@ pub struct CoordinatorProbe {
     pub metrics: Arc<Metrics>,
     /// How many requests run.
     pub admission: Admission,
+    /// Whose.
+    pub tenants: Tenants,
     /// Models and replicas.
     pub router: Router,
     /// Certificates in force.
@@ -114,6 +132,7 @@ impl Probe for CoordinatorProbe {
             let seconds = expiry.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64();
             self.metrics.certificate_expiry.with_label_values(&[shown_to]).set(seconds);
         }
+        self.metrics.describe_tenants(&self.tenants);
         self.metrics.forget_models();
         for (name, model) in self.router.models().iter() {
             self.metrics.describe(name, model, &live);
@@ -123,9 +142,35 @@ impl Probe for CoordinatorProbe {
 }
 
 impl Metrics {
-    /// Counts an ended request under `outcome`: a finish reason or an error class's word.
-    pub fn count_request(&self, outcome: &'static str) {
+    /// Counts an ended request, of a tenant if it is known of whom, under `outcome`: a finish reason or an error class's
+    /// word.
+    pub fn count_request(&self, tenant: Option<&Tenant>, outcome: &'static str) {
         self.requests.with_label_values(&[outcome]).inc();
+        if let Some(tenant) = tenant {
+            self.tenant_requests.with_label_values(&[&**tenant.name(), outcome]).inc();
+        }
+    }
+
+    /// Where a tenant's tokens are counted.
+    pub fn of_tenant(&self, tenant: &Tenant) -> TenantMetrics {
+        let label = &[&**tenant.name()];
+        TenantMetrics {
+            prompt_tokens: self.tenant_prompt_tokens.with_label_values(label),
+            completion_tokens: self.tenant_completion_tokens.with_label_values(label),
+            queue_seconds: self.tenant_queue_seconds.with_label_values(label),
+        }
+    }
+
+    fn describe_tenants(&self, tenants: &Tenants) {
+        self.tenants_file_valid.set(f64::from(u8::from(tenants.is_file_valid())));
+        [&self.tenant_running_requests, &self.tenant_budget_left].into_iter().for_each(|gauges| gauges.reset());
+        for tenant in tenants.all() {
+            let (label, TenantUse { num_running, budget_left }) = (&[&**tenant.name()], tenant.in_use());
+            self.tenant_running_requests.with_label_values(label).set(num_running as f64);
+            if let Some(budget_left) = budget_left {
+                self.tenant_budget_left.with_label_values(label).set(budget_left as f64);
+            }
+        }
     }
 
     fn forget_models(&self) {
@@ -161,6 +206,16 @@ impl Metrics {
     }
 }
 
+/// Handles of a tenant's metrics.
+pub struct TenantMetrics {
+    /// Of admitted requests.
+    pub prompt_tokens: IntCounter,
+    /// Received from workers.
+    pub completion_tokens: IntCounter,
+    /// To the first step of a sequence.
+    pub queue_seconds: Histogram,
+}
+
 /// Every [`word`].
 const STATES: [&str; 4] = ["loading", "ready", "draining", "broken"];
 
@@ -185,6 +240,7 @@ mod tests {
         let probe = CoordinatorProbe {
             metrics: Arc::new(Metrics::new().unwrap()),
             admission: Admission::new(3),
+            tenants: Tenants::open(None).unwrap(),
             router: Router::new(published),
             security: Arc::default(),
             workers,
@@ -196,9 +252,9 @@ mod tests {
     #[test]
     fn renders_what_was_counted() {
         let (probe, _models, _workers) = probe();
-        probe.metrics.count_request("stop");
+        probe.metrics.count_request(None, "stop");
         probe.metrics.ttft.observe(0.02);
-        let _permit = probe.admission.enter().unwrap();
+        let _permit = probe.admission.enter(&probe.tenants, &probe.tenants.authenticate(None).unwrap()).unwrap();
         let text = probe.metrics();
         assert!(text.contains("lockstep_coordinator_requests_total{outcome=\"stop\"} 1"), "{text}");
         assert!(text.contains("lockstep_coordinator_time_to_first_token_seconds_bucket{le=\"0.025\"} 1"), "{text}");

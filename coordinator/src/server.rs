@@ -13,12 +13,13 @@ use tonic::{Code, service::Routes, transport::Server};
 use crate::{
     CoordinatorConfig, CoordinatorError,
     admission::Admission,
-    api::{MAX_REQUEST_BYTES, admin::AdminService, grpc::InferenceService, health, http, intake::Intake},
+    api::{MAX_REQUEST_BYTES, admin::AdminService, auth, grpc::InferenceService, health, http, intake::Intake},
     cluster::{MemoryRegistry, Registry, registration::RegistrationService},
     metrics::Metrics,
     planner::{Planner, PlannerConfig},
     router::Router,
     security::Security,
+    tenants::Tenants,
 };
 
 /// Longest wait for connections to end after the drain.
@@ -37,6 +38,7 @@ pub async fn run(
     ready: impl FnOnce(SocketAddr, SocketAddr) + Send,
 ) -> Result<(), CoordinatorError> {
     let security = Arc::new(Security::open(&config)?);
+    let tenants = Tenants::open(config.tenants_file.as_deref())?;
     let (grpc_listener, grpc_address) = bind(config.grpc_listen).await?;
     let (http_listener, http_address) = bind(config.http_listen).await?;
 
@@ -57,7 +59,11 @@ pub async fn run(
     let metrics = Arc::new(Metrics::new().map_err(CoordinatorError::Metrics)?);
     let (reporter, health_service) = tonic_health::server::health_reporter();
 
+    if let Some(path) = config.tenants_file.clone() {
+        tokio::spawn(closing.clone().run_until_cancelled_owned(tenants.clone().follow(path)));
+    }
     let intake = Intake {
+        tenants,
         admission: admission.clone(),
         router: router.clone(),
         metrics,
@@ -72,7 +78,7 @@ pub async fn run(
         .add_service(v1::admin_server::AdminServer::new(admin).max_encoding_message_size(MAX_MESSAGE_BYTES))
         .add_service(v1::cluster_server::ClusterServer::new(registration));
     let state = http::HttpState {
-        intake,
+        intake: intake.clone(),
         workers: registry.watch(),
         started: std::time::SystemTime::now(),
         security: Arc::clone(&security),
@@ -80,7 +86,8 @@ pub async fn run(
 
     let grpc_incoming = Incoming::new(grpc_listener, security.grpc_gate());
     let http_incoming = Incoming::new(http_listener, security.http_gate());
-    let routes = Security::guard(security, with_reflection(routes)?.into_axum_router());
+    let routes = auth::grpc(with_reflection(routes)?.into_axum_router(), intake);
+    let routes = Security::guard(security, routes);
     let mut grpc_server = tokio::spawn(serve_grpc(grpc_incoming, routes, &config, closing.clone()));
     let mut http_server = tokio::spawn(serve_http(http_incoming, http::routes(state), closing.clone()));
     let health_task = tokio::spawn(health::follow(reporter.clone(), admission.clone(), router));

@@ -22,8 +22,14 @@ pub enum Class {
     AlreadyExists,
     /// Credentials are missing or wrong.
     Unauthenticated,
+    /// The caller is known, but may not do this.
+    PermissionDenied,
     /// A queue or the KV cache is full; try again later.
     Overloaded,
+    /// The caller uses as much at once, or in a short time, as is granted; try again later.
+    RateLimited,
+    /// The caller has used all that is granted.
+    QuotaExhausted,
     /// The request names a plan that is no longer (or not yet) in force.
     StaleEpoch,
     /// Nothing serves the model yet.
@@ -41,12 +47,16 @@ pub enum Class {
 }
 
 impl Class {
-    const ALL: [(Self, Code, &'static str); 12] = [
+    const ALL: [(Self, Code, &'static str); 15] = [
         (Self::InvalidRequest, Code::InvalidArgument, "invalid_request"),
         (Self::NotFound, Code::NotFound, "not_found"),
         (Self::AlreadyExists, Code::AlreadyExists, "already_exists"),
         (Self::Unauthenticated, Code::Unauthenticated, "unauthenticated"),
+        (Self::PermissionDenied, Code::PermissionDenied, "permission_denied"),
         (Self::Overloaded, Code::ResourceExhausted, "overloaded"),
+        // OpenAI's words, which its clients know.
+        (Self::RateLimited, Code::ResourceExhausted, "rate_limit_exceeded"),
+        (Self::QuotaExhausted, Code::ResourceExhausted, "insufficient_quota"),
         (Self::StaleEpoch, Code::FailedPrecondition, "stale_epoch"),
         (Self::NotReady, Code::FailedPrecondition, "not_ready"),
         (Self::WorkerLost, Code::Unavailable, "worker_lost"),
@@ -57,7 +67,7 @@ impl Class {
     ];
 
     fn entry(self) -> &'static (Self, Code, &'static str) {
-        Self::ALL.iter().find(|entry| entry.0 == self).unwrap_or(&Self::ALL[11])
+        Self::ALL.iter().find(|entry| entry.0 == self).unwrap_or(&Self::ALL[14])
     }
 
     /// The stable word for metrics, logs and metadata.

@@ -18,7 +18,12 @@ use super::{
     placement::Placement,
     span::{self, Ending},
 };
-use crate::{admission::Permit, error::RequestError, metrics::Metrics, served::ServedModel};
+use crate::{
+    admission::Permit,
+    error::RequestError,
+    metrics::{Metrics, TenantMetrics},
+    served::ServedModel,
+};
 
 /// What a stream holds as long as it runs.
 pub struct Running {
@@ -32,6 +37,8 @@ pub struct Running {
     pub prompt_tokens: u32,
     /// Where it is counted.
     pub metrics: Arc<Metrics>,
+    /// The same for its tenant.
+    pub tenant_metrics: TenantMetrics,
     /// What traces and logs know it by.
     pub span: Span,
 }
@@ -62,7 +69,7 @@ impl Generation {
     /// # Errors
     /// [`RequestError`] if there is none, the worker refuses it or the deadline passes.
     pub async fn start(
-        running: Running,
+        mut running: Running,
         model: &ServedModel,
         mut placement: Placement,
         output: Output,
@@ -70,7 +77,10 @@ impl Generation {
         let attempt = placement.first(model).await?;
         span::on_replica(&running.span, attempt.replica());
         let attempt = Some(attempt);
-        running.metrics.prompt_tokens.inc_by(u64::from(running.prompt_tokens));
+        let prompt_tokens = u64::from(running.prompt_tokens);
+        running.permit.entry.count(prompt_tokens);
+        running.metrics.prompt_tokens.inc_by(prompt_tokens);
+        running.tenant_metrics.prompt_tokens.inc_by(prompt_tokens);
         Ok(Self {
             running,
             placement,
@@ -152,8 +162,11 @@ impl Generation {
         self.note_cached_tokens(tokens.cached_tokens);
         self.first_token.get_or_insert(now);
         self.last_token = Some(now);
-        self.num_tokens += tokens.token_ids.len() as u64;
-        self.running.metrics.completion_tokens.inc_by(tokens.token_ids.len() as u64);
+        let num_tokens = tokens.token_ids.len() as u64;
+        self.num_tokens += num_tokens;
+        self.running.permit.entry.count(num_tokens);
+        self.running.metrics.completion_tokens.inc_by(num_tokens);
+        self.running.tenant_metrics.completion_tokens.inc_by(num_tokens);
         self.placement.record(&tokens.token_ids);
 
         let mut delta = v1::Delta::default();
@@ -168,8 +181,12 @@ impl Generation {
 
     /// The first replica that yields knows its own queue only: what the sequence lost before it was there is added.
     fn note_queue_ms(&mut self, queue_ms: f64) {
-        let delay: Duration = self.placement.delay();
-        self.queue_ms.get_or_insert(queue_ms + delay.as_secs_f64() * 1e3);
+        if self.queue_ms.is_none() {
+            let delay: Duration = self.placement.delay();
+            let queue_ms = queue_ms + delay.as_secs_f64() * 1e3;
+            self.queue_ms = Some(queue_ms);
+            self.running.tenant_metrics.queue_seconds.observe(queue_ms / 1e3);
+        }
     }
 
     /// As for the queue, the first replica that says it is right: a later one is given more than the prompt.
@@ -229,10 +246,10 @@ impl Generation {
 
 impl Drop for Generation {
     fn drop(&mut self) {
-        let Running { metrics, accepted, span, .. } = &self.running;
+        let Running { metrics, accepted, permit, span, .. } = &self.running;
         let (num_tokens, num_moves) = (self.num_tokens, self.placement.num_moves());
         span::end(span, &Ending { outcome: self.outcome, finish: self.last.as_ref(), num_tokens, num_moves });
-        metrics.count_request(self.outcome);
+        metrics.count_request(Some(permit.entry.tenant()), self.outcome);
         metrics.request_seconds.observe(accepted.elapsed().as_secs_f64());
     }
 }

@@ -1,7 +1,7 @@
 //! The Inference service.
 //! Not here: how a request becomes a stream of tokens ([`intake`](super::intake)).
 
-use std::{pin::Pin, time::Duration};
+use std::{pin::Pin, sync::Arc, time::Duration};
 
 use futures::{Stream, stream};
 use lockstep_proto::v1;
@@ -11,11 +11,12 @@ use tonic::{Request, Response, Status, metadata::MetadataMap};
 use tracing::{Instrument, Span};
 
 use super::{
+    auth::Caller,
     generation::Generation,
     intake::{Intake, Times, described, tokenize},
     validate::{self, PromptText},
 };
-use crate::error::RequestError;
+use crate::{error::RequestError, tenants::Tenant};
 
 /// Serves Inference; cheap to clone.
 #[derive(Clone)]
@@ -25,10 +26,16 @@ pub struct InferenceService {
 }
 
 impl InferenceService {
-    async fn start(&self, request: v1::GenerateRequest, times: Times) -> Result<Generation, RequestError> {
-        let permit = self.intake.admission.enter()?;
+    async fn start(
+        &self,
+        tenant: &Arc<Tenant>,
+        request: v1::GenerateRequest,
+        times: Times,
+    ) -> Result<Generation, RequestError> {
+        let mut permit = self.intake.enter(tenant)?;
         let prepared = self.intake.prepare(request).await?;
         trace::set_request_id(&Span::current(), &prepared.request_id);
+        prepared.reserve(&mut permit)?;
         self.intake.start(&prepared, 0, permit, times).await
     }
 }
@@ -40,8 +47,10 @@ impl v1::inference_server::Inference for InferenceService {
     async fn generate(&self, request: Request<v1::GenerateRequest>) -> Result<Response<Self::GenerateStream>, Status> {
         let accepted = Instant::now();
         let deadline = timeout_of(request.metadata()).map(|timeout| accepted + timeout);
+        let Caller(tenant) = Caller::of(&request)?;
         let span = trace::generate_span(request.metadata().as_ref());
-        let started = self.start(request.into_inner(), Times { accepted, deadline }).instrument(span.clone()).await;
+        let times = Times { accepted, deadline };
+        let started = self.start(&tenant, request.into_inner(), times).instrument(span.clone()).await;
         match started {
             Ok(generation) => {
                 let messages = stream::unfold(generation, |mut generation| async move {
@@ -51,14 +60,14 @@ impl v1::inference_server::Inference for InferenceService {
                 Ok(Response::new(Box::pin(messages)))
             }
             Err(error) => {
-                self.intake.refuse(&span, &error);
+                self.intake.refuse(&tenant, &span, &error);
                 Err(error.into())
             }
         }
     }
 
     async fn tokenize(&self, request: Request<v1::TokenizeRequest>) -> Result<Response<v1::TokenizeResponse>, Status> {
-        let _permit = self.intake.admission.enter()?;
+        let _permit = self.intake.enter(&Caller::of(&request)?.0)?;
         let request = request.into_inner();
         let model = self.intake.router.model(&request.model)?;
         let description = described(&model)?;

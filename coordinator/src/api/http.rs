@@ -11,7 +11,7 @@ use lockstep_telemetry::http::Probe;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
-use super::{intake::Intake, openai, page};
+use super::{auth, intake::Intake, openai, page};
 use crate::{
     cluster::{WorkerRecord, Workers},
     metrics::CoordinatorProbe,
@@ -36,6 +36,7 @@ pub fn routes(state: HttpState) -> Routes {
     let probe: Arc<dyn Probe> = Arc::new(CoordinatorProbe {
         metrics: Arc::clone(&state.intake.metrics),
         admission: state.intake.admission.clone(),
+        tenants: state.intake.tenants.clone(),
         router: state.intake.router.clone(),
         security: Arc::clone(&state.security),
         workers: state.workers.clone(),
@@ -44,8 +45,9 @@ pub fn routes(state: HttpState) -> Routes {
     Routes::new()
         .route("/prometheus/workers", get(worker_targets))
         .merge(lockstep_telemetry::http::routes(probe))
-        .merge(openai::routes())
+        .merge(auth::http(openai::routes(), &state.intake))
         .merge(page::routes())
+        .merge(auth::http_admin(page::status_routes(), &state.intake))
         .with_state(state)
 }
 

@@ -1,6 +1,7 @@
 //! The one way from a request to a [`Generation`], whatever protocol it came by.
 //! For: [`grpc`](super::grpc) starts one sequence of a request, [`openai`](super::openai) several.
-//! Invariant: a request is refused before it costs anything: admission, model, values, prompt length, replica.
+//! Invariant: a request is refused before it costs anything: its tenant's limits, admission, model, values, prompt length,
+//! tokens, replica.
 
 use std::{sync::Arc, time::Duration};
 
@@ -21,6 +22,7 @@ use crate::{
     metrics::Metrics,
     router::Router,
     served::{ModelDescription, ServedModel},
+    tenants::{Tenant, Tenants},
 };
 
 /// Prompts up to so many bytes are tokenized in place, which is faster than a hop to another thread.
@@ -29,6 +31,8 @@ const INLINE_PROMPT_BYTES: usize = 4096;
 /// Takes requests in; cheap to clone.
 #[derive(Clone)]
 pub struct Intake {
+    /// Whose requests are taken.
+    pub tenants: Tenants,
     /// Bounds the requests.
     pub admission: Admission,
     /// Chooses replicas.
@@ -63,7 +67,25 @@ pub struct Times {
     pub deadline: Option<Instant>,
 }
 
+impl Prepared {
+    /// Sets the most tokens of one of its sequences aside.
+    ///
+    /// # Errors
+    /// The tenant's limits.
+    pub fn reserve(&self, permit: &mut Permit) -> Result<(), RequestError> {
+        permit.entry.reserve(self.token_ids.len() as u64 + u64::from(self.sampling.max_tokens()))
+    }
+}
+
 impl Intake {
+    /// Admits one sequence of a tenant.
+    ///
+    /// # Errors
+    /// As [`Admission::enter`].
+    pub fn enter(&self, tenant: &Arc<Tenant>) -> Result<Permit, RequestError> {
+        self.admission.enter(&self.tenants, tenant)
+    }
+
     /// Checks a request and tokenizes its prompt.
     ///
     /// # Errors
@@ -107,7 +129,7 @@ impl Intake {
         sampling.seed = Some(sampling.seed().wrapping_add(sample));
         let prompt_tokens = token_ids.len() as u32;
         let eos_token_ids = if sampling.ignore_eos { Vec::new() } else { description.eos_token_ids.clone() };
-        let sequence = v1::RunSequenceRequest {
+        let mut sequence = v1::RunSequenceRequest {
             model: model.spec.name.clone(),
             request_id: request_id.clone(),
             token_ids: token_ids.clone(),
@@ -117,21 +139,24 @@ impl Intake {
         };
         let span = Span::current();
         span::describe(&span, &sequence);
+        permit.entry.tenant().mark(&mut sequence);
         let metrics = Arc::clone(&self.metrics);
         let failover =
             Failover { router: self.router.clone(), timeout: self.failover_timeout, metrics: Arc::clone(&metrics) };
         let placement = Placement::new(failover, Arc::clone(description), sequence, times.deadline);
         let output = Output::new(description.tokenizer.clone(), prepared.stops.clone());
-        let running = Running { request_id, permit, accepted: times.accepted, prompt_tokens, metrics, span };
+        let tenant_metrics = metrics.of_tenant(permit.entry.tenant());
+        let accepted = times.accepted;
+        let running = Running { request_id, permit, accepted, prompt_tokens, metrics, tenant_metrics, span };
         Generation::start(running, model, placement, output).await
     }
 }
 
 impl Intake {
-    /// Counts a request that ends before it has a stream.
-    pub fn refuse(&self, span: &Span, error: &RequestError) {
+    /// Counts a request of a tenant that ends before it has a stream.
+    pub fn refuse(&self, tenant: &Tenant, span: &Span, error: &RequestError) {
         let outcome = error.class().reason();
-        self.metrics.count_request(outcome);
+        self.metrics.count_request(Some(tenant), outcome);
         span::end(span, &Ending { outcome, finish: None, num_tokens: 0, num_moves: 0 });
     }
 }

@@ -21,9 +21,14 @@ use super::{
 /// `{nonce}` stands where the policy's word goes.
 const PAGE: &str = include_str!("page.html");
 
-/// The page and what it polls.
+/// The page.
 pub fn routes() -> Routes<HttpState> {
-    Routes::new().route("/", get(page)).route("/status.json", get(status))
+    Routes::new().route("/", get(page))
+}
+
+/// What it polls.
+pub fn status_routes() -> Routes<HttpState> {
+    Routes::new().route("/status.json", get(status))
 }
 
 async fn page() -> Response {

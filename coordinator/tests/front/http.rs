@@ -33,10 +33,23 @@ impl Answer {
 
 /// Opens a connection and sends a request.
 pub async fn send(coordinator: &Coordinator, method: &str, path: &str, content_type: &str, body: &[u8]) -> TcpStream {
+    send_as(coordinator, "", method, path, content_type, body).await
+}
+
+/// The same with an API key.
+pub async fn send_as(
+    coordinator: &Coordinator,
+    key: &str,
+    method: &str,
+    path: &str,
+    content_type: &str,
+    body: &[u8],
+) -> TcpStream {
     let mut stream = TcpStream::connect(coordinator.http).await.unwrap();
     let length = body.len();
     let head = format!(
-        "{method} {path} HTTP/1.0\r\nhost: x\r\ncontent-type: {content_type}\r\ncontent-length: {length}\r\n\r\n"
+        "{method} {path} HTTP/1.0\r\nhost: x\r\ncontent-type: {content_type}\r\ncontent-length: {length}\r\n\
+         authorization: Bearer {key}\r\n\r\n"
     );
     stream.write_all(head.as_bytes()).await.unwrap();
     // A server that refuses the head does not read the body.

@@ -11,4 +11,5 @@ mod generate;
 mod http;
 mod liveness;
 mod openai;
+mod tenants;
 mod tls;

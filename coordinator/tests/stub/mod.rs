@@ -379,6 +379,7 @@ pub fn config(policy: &str, min_workers: usize) -> CoordinatorConfig {
         max_concurrent_requests: 64,
         failover_timeout: Duration::from_secs(5),
         drain_timeout: Duration::from_secs(5),
+        tenants_file: None,
         client_tls: None,
         cluster_tls: None,
         allow_insecure: false,

@@ -1,6 +1,6 @@
 //! gRPC connections of the commands that talk to a coordinator.
 
-use std::{path::PathBuf, time::Duration};
+use std::{fmt, path::PathBuf, str::FromStr, time::Duration};
 
 use anyhow::{Context, anyhow};
 use lockstep_proto::{
@@ -9,7 +9,12 @@ use lockstep_proto::{
     v1::{admin_client::AdminClient, inference_client::InferenceClient},
 };
 use lockstep_transport::{ClientTls, Connector, Outbound, explain};
-use tonic::{Status, transport::Channel};
+use tonic::{
+    Request, Status,
+    metadata::{Ascii, MetadataValue},
+    service::{Interceptor, interceptor::InterceptedService},
+    transport::Channel,
+};
 
 use crate::tls;
 
@@ -30,28 +35,68 @@ pub struct ServerArgs {
     /// Its private key, PEM
     #[arg(long, env = "LOCKSTEP_CLIENT_KEY", value_name = "FILE")]
     tls_key: Option<PathBuf>,
+    /// API key, where the coordinator has tenants; better given by the environment, which other users do not see
+    #[arg(long, env = "LOCKSTEP_API_KEY", hide_env_values = true, value_name = "KEY")]
+    api_key: Option<ApiKey>,
+}
+
+/// A connection that shows the API key with every call.
+pub type Server = InterceptedService<Channel, ApiKey>;
+
+/// An API key as calls carry it; empty where none is needed. It is not printed.
+#[derive(Clone, Default)]
+pub struct ApiKey(Option<MetadataValue<Ascii>>);
+
+impl FromStr for ApiKey {
+    type Err = &'static str;
+
+    fn from_str(key: &str) -> Result<Self, Self::Err> {
+        if key.is_empty() {
+            return Ok(Self(None));
+        }
+        let mut value = MetadataValue::try_from(format!("Bearer {key}")).map_err(|_| "it has characters of no key")?;
+        value.set_sensitive(true);
+        Ok(Self(Some(value)))
+    }
+}
+
+impl fmt::Debug for ApiKey {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(if self.0.is_some() { "ApiKey(…)" } else { "ApiKey" })
+    }
+}
+
+impl Interceptor for ApiKey {
+    fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
+        if let Some(value) = &self.0 {
+            request.metadata_mut().insert("authorization", value.clone());
+        }
+        Ok(request)
+    }
 }
 
 impl ServerArgs {
     /// A coordinator of this machine, in clear text.
-    pub fn local(server: String) -> Self {
-        Self { server, tls_ca: None, tls_cert: None, tls_key: None }
+    pub fn local(server: String, api_key: Option<ApiKey>) -> Self {
+        Self { server, tls_ca: None, tls_cert: None, tls_key: None, api_key }
     }
 
     /// A client of the Inference service.
     ///
     /// # Errors
     /// If nothing answers there.
-    pub async fn inference(&self) -> anyhow::Result<InferenceClient<Channel>> {
-        Ok(InferenceClient::new(self.channel().await?).max_decoding_message_size(MAX_MESSAGE_BYTES))
+    pub async fn inference(&self) -> anyhow::Result<InferenceClient<Server>> {
+        Ok(InferenceClient::with_interceptor(self.channel().await?, self.api_key.clone().unwrap_or_default())
+            .max_decoding_message_size(MAX_MESSAGE_BYTES))
     }
 
     /// A client of the Admin service.
     ///
     /// # Errors
     /// If nothing answers there.
-    pub async fn admin(&self) -> anyhow::Result<AdminClient<Channel>> {
-        Ok(AdminClient::new(self.channel().await?).max_decoding_message_size(MAX_MESSAGE_BYTES))
+    pub async fn admin(&self) -> anyhow::Result<AdminClient<Server>> {
+        Ok(AdminClient::with_interceptor(self.channel().await?, self.api_key.clone().unwrap_or_default())
+            .max_decoding_message_size(MAX_MESSAGE_BYTES))
     }
 
     async fn channel(&self) -> anyhow::Result<Channel> {

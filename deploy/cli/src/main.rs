@@ -51,6 +51,7 @@ enum Command {
     Bench(commands::bench::Args),
     Plan(commands::plan::Args),
     Synth(commands::synth::Args),
+    Tenant(commands::tenant::Args),
     Pull(commands::pull::Args),
 }
 
@@ -111,6 +112,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Bench(args) => runtime.block_on(commands::bench::run(args)),
         Command::Plan(args) => commands::plan::run(&args),
         Command::Synth(args) => runtime.block_on(commands::synth::run(args)),
+        Command::Tenant(args) => commands::tenant::run(&args),
         Command::Pull(args) => runtime.block_on(commands::pull::run(args)),
     };
     exporting.into_iter().for_each(Exporting::finish);

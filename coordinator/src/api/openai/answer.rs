@@ -1,6 +1,6 @@
 //! From a request to its answer, for both endpoints: an [`Envelope`] around choices that a [`Shape`] words.
 
-use std::time::SystemTime;
+use std::{sync::Arc, time::SystemTime};
 
 use axum::{
     Json,
@@ -24,6 +24,7 @@ use super::{
 use crate::{
     api::intake::{Intake, Prepared, Times},
     error::RequestError,
+    tenants::Tenant,
 };
 
 /// Where clients find the id that logs show too.
@@ -89,6 +90,8 @@ impl Envelope {
 
 /// What an endpoint made of a body.
 pub struct Order {
+    /// Whose it is.
+    pub tenant: Arc<Tenant>,
     /// Id of the request.
     pub id: String,
     /// One request a prompt.
@@ -107,10 +110,11 @@ pub async fn answer<S: Shape>(intake: &Intake, order: Order, mut shape: S) -> Re
     set_request_id(&Span::current(), &order.id);
     let times = Times { accepted: Instant::now(), deadline: None };
     let samples = order.samples;
-    let (prompts, choices) = choices::start(intake, order.requests, samples, times).await.map_err(|error| {
-        intake.refuse(&Span::current(), &error);
-        ApiError::of(&error, S::INPUT)
-    })?;
+    let (prompts, choices) =
+        choices::start(intake, &order.tenant, order.requests, samples, times).await.map_err(|error| {
+            intake.refuse(&order.tenant, &Span::current(), &error);
+            ApiError::of(&error, S::INPUT)
+        })?;
     shape.prepare(&prompts);
     let model = prompts.first().map(|prompt| &prompt.model);
     let envelope = Envelope {

@@ -1,6 +1,7 @@
 //! `POST /v1/chat/completions`.
 
 use axum::{
+    Extension,
     extract::{Request, State},
     response::Response,
 };
@@ -13,13 +14,17 @@ use super::{
     json_body, messages,
     request::Body,
 };
-use crate::api::http::HttpState;
+use crate::api::{auth::Caller, http::HttpState};
 
 /// Answers a chat.
 ///
 /// # Errors
 /// Any failure in OpenAI's shape.
-pub async fn create(State(state): State<HttpState>, request: Request) -> Result<Response, ApiError> {
+pub async fn create(
+    State(state): State<HttpState>,
+    Extension(Caller(tenant)): Extension<Caller>,
+    request: Request,
+) -> Result<Response, ApiError> {
     let mut body = Body::read(&json_body(request).await?)?;
     let messages = body.messages.take().ok_or_else(|| ApiError::invalid("messages", "is missing"))?;
     let chat = messages::chat(messages)?;
@@ -27,7 +32,7 @@ pub async fn create(State(state): State<HttpState>, request: Request) -> Result<
     let id = format!("chatcmpl-{}", uuid::Uuid::new_v4().simple());
     let max_tokens = body.max_completion_tokens.or(body.max_tokens);
     let request = body.generate(Input::Chat(chat), max_tokens, top_logprobs, id.clone())?;
-    let order = Order { id, requests: vec![request], samples: body.samples(1)?, delivery: body.delivery()? };
+    let order = Order { tenant, id, requests: vec![request], samples: body.samples(1)?, delivery: body.delivery()? };
     answer(&state.intake, order, Chat { top_logprobs }).await
 }
 

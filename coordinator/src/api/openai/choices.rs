@@ -1,6 +1,8 @@
 //! The sequences of one request: for each prompt `n` of them, all at once.
 //! Invariants: nothing is read from a worker that the client has not room for; dropping the choices cancels them all.
 
+use std::sync::Arc;
+
 use futures::{
     StreamExt,
     future::try_join_all,
@@ -17,6 +19,7 @@ use crate::{
         intake::{Intake, Prepared, Times},
     },
     error::RequestError,
+    tenants::Tenant,
 };
 
 /// Messages of all choices as they come, each with the index of its choice: sample `index % n` of prompt `index / n`.
@@ -60,17 +63,21 @@ impl Usage {
 /// [`RequestError`] of the first that is refused; the others are cancelled.
 pub async fn start(
     intake: &Intake,
+    tenant: &Arc<Tenant>,
     requests: Vec<v1::GenerateRequest>,
     samples: usize,
     times: Times,
 ) -> Result<(Vec<Prepared>, Choices), RequestError> {
-    let permits = (0..requests.len() * samples).map(|_| intake.admission.enter());
-    let permits = permits.collect::<Result<Vec<_>, _>>()?;
+    let permits = (0..requests.len() * samples).map(|_| intake.enter(tenant));
+    let mut permits = permits.collect::<Result<Vec<_>, _>>()?;
     let mut prompts = Vec::with_capacity(requests.len());
     for request in requests {
         prompts.push(intake.prepare(request).await?);
     }
     let is_alone = permits.len() == 1;
+    for (index, permit) in permits.iter_mut().enumerate() {
+        prompts.get(index / samples).map_or(Ok(()), |prompt| prompt.reserve(permit))?;
+    }
     let starts = permits.into_iter().enumerate().filter_map(|(index, permit)| {
         let prompt = prompts.get(index / samples)?;
         // The span of the request is that of its only choice.

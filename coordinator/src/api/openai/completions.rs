@@ -1,6 +1,7 @@
 //! `POST /v1/completions`.
 
 use axum::{
+    Extension,
     extract::{Request, State},
     response::Response,
 };
@@ -15,7 +16,7 @@ use super::{
     prompt::Prompts,
     request::Body,
 };
-use crate::api::{http::HttpState, intake::Prepared};
+use crate::api::{auth::Caller, http::HttpState, intake::Prepared};
 
 /// Most tokens if a request does not say it, as OpenAI's servers do.
 const DEFAULT_MAX_TOKENS: u32 = 16;
@@ -24,7 +25,11 @@ const DEFAULT_MAX_TOKENS: u32 = 16;
 ///
 /// # Errors
 /// Any failure in OpenAI's shape.
-pub async fn create(State(state): State<HttpState>, request: Request) -> Result<Response, ApiError> {
+pub async fn create(
+    State(state): State<HttpState>,
+    Extension(Caller(tenant)): Extension<Caller>,
+    request: Request,
+) -> Result<Response, ApiError> {
     let mut body = Body::read(&json_body(request).await?)?;
     let Prompts(prompts) = body.prompt.take().ok_or_else(|| ApiError::invalid("prompt", "is missing"))?;
     if prompts.is_empty() {
@@ -45,7 +50,7 @@ pub async fn create(State(state): State<HttpState>, request: Request) -> Result<
     };
     let offsets = vec![0; prompts.len() * samples];
     let requests = prompts.into_iter().enumerate().map(request).collect::<Result<_, _>>()?;
-    let order = Order { id, requests, samples, delivery: body.delivery()? };
+    let order = Order { tenant, id, requests, samples, delivery: body.delivery()? };
     answer(&state.intake, order, Completion { logprobs, samples, texts, offsets }).await
 }
 

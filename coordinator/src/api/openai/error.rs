@@ -44,6 +44,7 @@ impl ApiError {
     pub fn new(status: StatusCode, code: &'static str, message: String) -> Self {
         let kind = match status.as_u16() {
             401 => "authentication_error",
+            403 => "permission_error",
             429 => "rate_limit_error",
             500.. => "server_error",
             _ => "invalid_request_error",
@@ -77,7 +78,13 @@ impl ApiError {
             answer.error.param = Some("model".into());
             answer.error.code = Some("model_not_found");
         }
-        if matches!(answer.status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE) {
+        if class == Class::Unauthenticated {
+            answer.error.code = Some("invalid_api_key");
+        }
+        if class == Class::QuotaExhausted {
+            // Nothing comes back by itself, unless the budget is renewed.
+            answer.retry_after = error.retry_after();
+        } else if matches!(answer.status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE) {
             answer.retry_after = Some(error.retry_after().unwrap_or(RETRY_AFTER));
         }
         answer
@@ -95,7 +102,8 @@ fn status_of(class: Class) -> StatusCode {
         Class::NotFound => StatusCode::NOT_FOUND,
         Class::AlreadyExists => StatusCode::CONFLICT,
         Class::Unauthenticated => StatusCode::UNAUTHORIZED,
-        Class::Overloaded => StatusCode::TOO_MANY_REQUESTS,
+        Class::PermissionDenied => StatusCode::FORBIDDEN,
+        Class::Overloaded | Class::RateLimited | Class::QuotaExhausted => StatusCode::TOO_MANY_REQUESTS,
         Class::StaleEpoch | Class::NotReady | Class::WorkerLost | Class::ShuttingDown => {
             StatusCode::SERVICE_UNAVAILABLE
         }
@@ -110,6 +118,9 @@ impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let (status, retry_after) = (self.status, self.retry_after);
         let mut response = (status, Json(self.into_object())).into_response();
+        if status == StatusCode::UNAUTHORIZED {
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
         if let Some(wait) = retry_after {
             let millis = wait.as_millis() as u64;
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(millis.div_ceil(1000)));

@@ -83,6 +83,9 @@ struct Settings {
     /// Most requests at once; one more is refused as overloaded [default: 1024]
     #[arg(long, env = "LOCKSTEP_MAX_CONCURRENT_REQUESTS", value_name = "N")]
     max_concurrent_requests: Option<usize>,
+    /// Tenants with their API keys and limits, TOML; followed when it changes [default: no keys, no limits]
+    #[arg(long, env = "LOCKSTEP_TENANTS", value_name = "FILE")]
+    tenants: Option<PathBuf>,
     /// How long a request without a deadline waits for another replica when its own breaks [default: 60]
     #[arg(long, env = "LOCKSTEP_FAILOVER_TIMEOUT_SECS", value_name = "SECONDS")]
     failover_timeout_secs: Option<f64>,
@@ -201,6 +204,7 @@ impl Settings {
             },
             lease: seconds("lease_secs", self.lease_secs.unwrap_or(2.0))?,
             max_concurrent_requests: self.max_concurrent_requests.unwrap_or(1024),
+            tenants_file: self.tenants,
             failover_timeout: seconds("failover_timeout_secs", self.failover_timeout_secs.unwrap_or(60.0))?,
             drain_timeout: seconds("drain_timeout_secs", self.drain_timeout_secs.unwrap_or(30.0))?,
             client_tls,

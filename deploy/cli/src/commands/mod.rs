@@ -7,5 +7,6 @@ pub mod plan;
 pub mod pull;
 pub mod status;
 pub mod synth;
+pub mod tenant;
 pub mod up;
 pub mod worker;

@@ -6,14 +6,13 @@ use lockstep_proto::v1::{
     GenerateRequest, ListModelsRequest, SamplingParams, TokenIds, generate_request::Input, generate_response::Event,
     inference_client::InferenceClient,
 };
-use tonic::transport::Channel;
 
 use super::measure::TokenTimes;
-use crate::client::{ServerArgs, refused};
+use crate::client::{Server, ServerArgs, refused};
 
 /// A connection and the model's limits.
 pub struct ClusterTarget {
-    client: InferenceClient<Channel>,
+    client: InferenceClient<Server>,
     model: String,
     /// For the report.
     pub description: String,

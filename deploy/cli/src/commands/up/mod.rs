@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     UsageError,
-    client::{ServerArgs, refused},
+    client::{ApiKey, ServerArgs, refused},
     logging::LogSettings,
     progress, signals,
 };
@@ -77,6 +77,12 @@ pub struct Args {
     /// Write addresses and process ids here as JSON once the model serves
     #[arg(long, value_name = "FILE")]
     ready_file: Option<PathBuf>,
+    /// Tenants with their API keys and limits, TOML [default: no keys, no limits]
+    #[arg(long, value_name = "FILE")]
+    tenants: Option<PathBuf>,
+    /// API key of an administrator, to load the model where there are tenants
+    #[arg(long, env = "LOCKSTEP_API_KEY", hide_env_values = true, value_name = "KEY")]
+    api_key: Option<ApiKey>,
     /// TOML file with sections [coordinator] and [worker] for everything else
     #[arg(long, env = "LOCKSTEP_CONFIG", value_name = "FILE")]
     config: Option<PathBuf>,
@@ -136,6 +142,7 @@ impl Args {
             format!("--ready-file={}", listening.display()),
         ];
         arguments.extend(self.insecure.then(|| String::from("--insecure")));
+        arguments.extend(self.tenants.as_ref().map(|path| format!("--tenants={}", path.display())));
         arguments.extend(self.config.as_ref().map(|path| format!("--config={}", path.display())));
         arguments
     }
@@ -186,7 +193,7 @@ impl Args {
         };
         tokio::select! {
             () = shutdown.cancelled() => return Ok(()),
-            loaded = load(ServerArgs::local(reachable), layout.num_workers, request) => loaded?,
+            loaded = load(ServerArgs::local(reachable, self.api_key.clone()), layout.num_workers, request) => loaded?,
             error = cluster.first_end() => return Err(error),
         }
         let write_ready = |cluster: &Cluster| match &self.ready_file {
