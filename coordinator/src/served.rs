@@ -17,7 +17,7 @@ use lockstep_sharding::{Explanation, ModelShape, ReplicaPlan};
 use tokio::{sync::watch, time::Instant};
 use tonic::transport::Channel;
 
-use crate::config::ModelSpec;
+use crate::{config::ModelSpec, router::prefix_index::PrefixIndex};
 
 /// Desired models by name, with what became of them.
 pub type ModelTable = Arc<BTreeMap<String, Arc<ServedModel>>>;
@@ -58,13 +58,6 @@ impl ServedModel {
     /// Whether a replica takes requests.
     pub fn is_ready(&self) -> bool {
         self.replicas.iter().any(|replica| replica.is_ready())
-    }
-
-    /// The least loaded of the ready replicas that `accepts` takes, charged with `tokens`.
-    pub fn least_loaded(&self, tokens: u64, accepts: impl Fn(&Replica) -> bool) -> Option<ReplicaLoad> {
-        let candidates = self.replicas.iter().filter(|replica| replica.is_ready() && accepts(replica));
-        let replica = candidates.min_by_key(|replica| replica.outstanding_tokens())?;
-        Some(ReplicaLoad::new(Arc::clone(replica), tokens))
     }
 
     /// Longest sequence that the newest plan, or else the model, allows.
@@ -199,6 +192,10 @@ pub struct Replica {
     ready_at: OnceLock<Instant>,
     outstanding_tokens: AtomicU64,
     num_requests: AtomicU64,
+    /// All that it was ever charged with, to take turns by.
+    pub charged_tokens: AtomicU64,
+    /// The prefixes that it is believed to hold.
+    pub prefixes: PrefixIndex,
 }
 
 impl Replica {
@@ -224,6 +221,8 @@ impl Replica {
             ready_at: OnceLock::new(),
             outstanding_tokens: AtomicU64::new(0),
             num_requests: AtomicU64::new(0),
+            charged_tokens: AtomicU64::new(0),
+            prefixes: PrefixIndex::default(),
         }
     }
 
@@ -306,18 +305,27 @@ pub struct ReplicaLoad {
     /// The replica.
     pub replica: Arc<Replica>,
     tokens: u64,
+    /// Of these, tokens that it computes before it yields the first.
+    uncomputed: u64,
 }
 
 impl ReplicaLoad {
-    /// Counts a request of so many tokens.
-    pub fn new(replica: Arc<Replica>, tokens: u64) -> Self {
+    /// Counts a request that lacks `uncomputed` tokens of its prompt and yields up to `num_new_tokens`.
+    pub fn new(replica: Arc<Replica>, uncomputed: u64, num_new_tokens: u64) -> Self {
+        let tokens = uncomputed + num_new_tokens;
         replica.outstanding_tokens.fetch_add(tokens, Ordering::Relaxed);
+        replica.charged_tokens.fetch_add(tokens, Ordering::Relaxed);
         replica.num_requests.fetch_add(1, Ordering::AcqRel);
-        Self { replica, tokens }
+        Self { replica, tokens, uncomputed }
     }
 
-    /// Some of its tokens are done.
-    pub fn done(&mut self, tokens: u64) {
+    /// It has yielded tokens; the first prove that all before them are computed.
+    pub fn yielded(&mut self, num_tokens: u64) {
+        let uncomputed = std::mem::take(&mut self.uncomputed);
+        self.give_back(num_tokens + uncomputed);
+    }
+
+    fn give_back(&mut self, tokens: u64) {
         let tokens = tokens.min(self.tokens);
         self.tokens -= tokens;
         self.replica.outstanding_tokens.fetch_sub(tokens, Ordering::Relaxed);
@@ -326,7 +334,7 @@ impl ReplicaLoad {
 
 impl Drop for ReplicaLoad {
     fn drop(&mut self) {
-        self.done(self.tokens);
+        self.give_back(self.tokens);
         self.replica.num_requests.fetch_sub(1, Ordering::AcqRel);
     }
 }

@@ -17,7 +17,7 @@ use crate::{
     cluster::{MemoryRegistry, Registry, registration::RegistrationService},
     metrics::Metrics,
     planner::{Planner, PlannerConfig},
-    router::Router,
+    router::{Router, reports},
     security::Security,
     tenants::Tenants,
 };
@@ -55,6 +55,7 @@ pub async fn run(
     };
     let planner = Planner::start(planner_config, Arc::new(registry.clone()), closing.clone());
     let router = Router::new(planner.models());
+    let reports_task = tokio::spawn(reports::follow(router.watch(), closing.clone()));
     let admission = Admission::new(config.max_concurrent_requests);
     let metrics = Arc::new(Metrics::new().map_err(CoordinatorError::Metrics)?);
     let (reporter, health_service) = tonic_health::server::health_reporter();
@@ -109,6 +110,8 @@ pub async fn run(
     closing.cancel();
     close(grpc_server).await;
     close(http_server).await;
+    // It ends with `closing`; only a panic could be reported here.
+    let _ = reports_task.await;
     Ok(())
 }
 

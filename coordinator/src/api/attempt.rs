@@ -24,8 +24,6 @@ pub struct Attempt {
     state: watch::Receiver<ReplicaState>,
     events: Streaming<v1::SequenceEvent>,
     deadline: Option<Instant>,
-    /// Tokens that the replica computes before it yields the first.
-    num_uncomputed: u64,
 }
 
 impl Attempt {
@@ -41,14 +39,13 @@ impl Attempt {
     ) -> Result<Self, RequestError> {
         let mut leader = load.replica.leader.clone();
         let mut state = load.replica.watch();
-        let num_uncomputed = request.token_ids.len() as u64;
         let mut request = tonic::Request::new(request);
         trace::inject(request.metadata_mut().as_mut());
         let events = guarded(leader.run_sequence(request), &mut state, deadline)
             .await?
             .map_err(|status| worker_error(&status, &load.replica))?
             .into_inner();
-        Ok(Self { load, state, events, deadline, num_uncomputed })
+        Ok(Self { load, state, events, deadline })
     }
 
     /// The replica that runs it.
@@ -66,9 +63,7 @@ impl Attempt {
             match message.map_err(|status| worker_error(&status, &self.load.replica))? {
                 Some(v1::SequenceEvent { event: Some(event) }) => {
                     if let Event::Tokens(tokens) = &event {
-                        // The first tokens prove that all before them are computed.
-                        let num_computed = std::mem::take(&mut self.num_uncomputed);
-                        self.load.done(tokens.token_ids.len() as u64 + num_computed);
+                        self.load.yielded(tokens.token_ids.len() as u64);
                     }
                     return Ok(event);
                 }

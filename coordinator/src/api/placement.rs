@@ -16,7 +16,10 @@ use super::{attempt::Attempt, span};
 use crate::{
     error::RequestError,
     metrics::Metrics,
-    router::Router,
+    router::{
+        Router,
+        choice::{Work, choose},
+    },
     served::{ModelDescription, Replica, ReplicaLoad, ServedModel},
 };
 
@@ -76,12 +79,12 @@ impl Placement {
         }
     }
 
-    /// Starts it on the least loaded replica, or, if that is lost at this moment, on another.
+    /// Starts it on the best replica, or, if that is lost at this moment, on another.
     ///
     /// # Errors
     /// [`RequestError::NotReady`] if there is none now; what the worker has against the request; [`Self::again`]'s.
     pub async fn first(&mut self, model: &ServedModel) -> Result<Attempt, RequestError> {
-        let load = self.failover.router.replica(model, self.outstanding_tokens())?;
+        let load = self.failover.router.replica(model, Work::of(&self.request))?;
         match self.try_on(load).await {
             Ok(attempt) => Ok(attempt),
             Err((replica, error)) => self.place_after(replica, error).await,
@@ -195,7 +198,7 @@ impl Placement {
         Ok(())
     }
 
-    /// The least loaded replica that is not avoided, as soon as there is one. `begin`: when the request lost `replica`
+    /// The best replica that is not avoided, as soon as there is one. `begin`: when the request lost `replica`
     /// to `error`.
     async fn wait(
         &mut self,
@@ -214,7 +217,7 @@ impl Placement {
             let now = Instant::now();
             self.avoided.retain(|(_, until)| *until > now);
             let is_avoided = |other: &Replica| self.avoided.iter().any(|(avoided, _)| std::ptr::eq(&**avoided, other));
-            if let Some(load) = model.least_loaded(self.outstanding_tokens(), |replica| !is_avoided(replica)) {
+            if let Some(load) = choose(&model, Work::of(&self.request), |replica| !is_avoided(replica)) {
                 return Ok(load);
             }
             if now >= limit {
@@ -234,12 +237,6 @@ impl Placement {
                 () = tokio::time::sleep_until(wake) => {}
             }
         }
-    }
-
-    /// Tokens that a replica may still have to compute for it.
-    fn outstanding_tokens(&self) -> u64 {
-        let num_output_tokens = self.request.num_output_tokens;
-        self.request.token_ids.len() as u64 + u64::from(self.max_tokens().saturating_sub(num_output_tokens))
     }
 
     fn max_tokens(&self) -> u32 {

@@ -11,5 +11,6 @@ mod generate;
 mod http;
 mod liveness;
 mod openai;
+mod routing;
 mod tenants;
 mod tls;

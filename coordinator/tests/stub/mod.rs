@@ -17,7 +17,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use futures::Stream;
+use futures::{Stream, StreamExt, TryStreamExt};
 use lockstep_coordinator::{CoordinatorConfig, CoordinatorError, ModelSpec};
 use lockstep_proto::{
     status::Class,
@@ -27,10 +27,10 @@ use lockstep_sharding::PlanOptions;
 use lockstep_transport::{ClusterTls, Connector, Gate, Incoming, Outbound};
 use tokio::{
     net::TcpListener,
-    sync::{mpsc, oneshot},
+    sync::{broadcast, mpsc, oneshot},
     task::JoinHandle,
 };
-use tokio_stream::wrappers::ReceiverStream;
+use tokio_stream::wrappers::{BroadcastStream, ReceiverStream};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::{
     Request, Response, Status,
@@ -78,6 +78,10 @@ pub struct StubState {
     pub loads: Mutex<Vec<v1::LoadReplicaRequest>>,
     /// The last request of RunSequence.
     pub last_sequence: Mutex<Option<v1::RunSequenceRequest>>,
+    /// What its sequences are said to have found computed.
+    pub cached_tokens: Mutex<u32>,
+    /// Reports of prefixes to those who follow; the number of these is how many do.
+    pub prefix_changes: broadcast::Sender<v1::PrefixChanges>,
 }
 
 impl Default for StubState {
@@ -98,6 +102,8 @@ impl Default for StubState {
             held: Mutex::default(),
             loads: Mutex::default(),
             last_sequence: Mutex::default(),
+            cached_tokens: Mutex::default(),
+            prefix_changes: broadcast::Sender::new(16),
         }
     }
 }
@@ -185,6 +191,18 @@ impl Worker for StubService {
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
 
+    type FollowPrefixesStream = Events<v1::PrefixChanges>;
+
+    async fn follow_prefixes(
+        &self,
+        _request: Request<v1::FollowPrefixesRequest>,
+    ) -> Result<Response<Self::FollowPrefixesStream>, Status> {
+        let first = futures::stream::iter([Ok(v1::PrefixChanges::default())]);
+        let changes = BroadcastStream::new(self.0.prefix_changes.subscribe());
+        let changes = changes.map_err(|error| Status::internal(error.to_string()));
+        Ok(Response::new(Box::pin(first.chain(changes))))
+    }
+
     async fn drain(&self, _request: Request<v1::DrainRequest>) -> Result<Response<v1::DrainResponse>, Status> {
         Ok(Response::new(v1::DrainResponse {}))
     }
@@ -223,7 +241,7 @@ async fn spell(
             token_ids: vec![token_id],
             logprobs: logprobs.into_iter().collect(),
             queue_ms: (index == first).then_some(0.25),
-            cached_tokens: 0,
+            cached_tokens: *state.cached_tokens.lock().unwrap(),
         };
         if sender.send(Ok(event(v1::sequence_event::Event::Tokens(tokens)))).await.is_err() {
             return false;
@@ -236,7 +254,7 @@ async fn spell(
     let usage = v1::Usage {
         prompt_tokens: request.token_ids.len() as u32,
         completion_tokens: sampling.max_tokens(),
-        cached_tokens: 0,
+        cached_tokens: *state.cached_tokens.lock().unwrap(),
     };
     let finish = v1::SequenceFinish {
         reason: v1::FinishReason::Length.into(),

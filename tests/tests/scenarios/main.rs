@@ -14,6 +14,7 @@ mod memory;
 mod metrics;
 mod openai;
 mod oracle;
+mod prefix_cache;
 mod prompts;
 mod security;
 mod sharded_parity;

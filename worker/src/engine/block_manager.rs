@@ -42,6 +42,13 @@ pub struct PrefixChanges {
     pub evicted: Vec<u64>,
 }
 
+impl PrefixChanges {
+    /// Whether nothing changed.
+    pub fn is_empty(&self) -> bool {
+        self.added.is_empty() && self.evicted.is_empty()
+    }
+}
+
 impl BlockManager {
     /// All blocks free. Without `is_caching` none is found again.
     pub(super) fn new(num_blocks: usize, block_size: usize, is_caching: bool) -> Self {

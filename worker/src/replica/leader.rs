@@ -13,7 +13,7 @@ use std::{
 };
 
 use lockstep_telemetry::trace::{SpanContext, StepSpan};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{broadcast, mpsc, oneshot};
 
 use super::{
     ReplicaSpec,
@@ -27,7 +27,7 @@ use crate::{
     WorkerError,
     collective::MessageLink,
     config::engine_spin,
-    engine::{Engine, EngineError, EngineStatus, SequenceId, SequenceOutput, SequenceRequest},
+    engine::{Engine, EngineError, EngineStatus, PrefixChanges, SequenceId, SequenceOutput, SequenceRequest},
     metrics::{EngineMeter, StepMark},
     step::StepPlan,
 };
@@ -35,10 +35,15 @@ use crate::{
 /// How often an idle engine refreshes its numbers.
 const IDLE_STATUS_INTERVAL: Duration = Duration::from_secs(1);
 
+/// Changes of the prefixes that wait for a slow follower, one a step; then he is cut off.
+const PREFIX_CHANGES: usize = 256;
+
 /// What wakes the engine's thread.
 pub(super) enum Event {
     /// A new sequence.
     Submit(Submission),
+    /// Somebody wants to know which prefixes there are.
+    FollowPrefixes(oneshot::Sender<Prefixes>),
     /// A rank of the last stage has finished a step.
     Result { rank: usize, result: RankResult },
     /// The replica broke.
@@ -50,6 +55,14 @@ pub(super) struct Submission {
     request: SequenceRequest,
     trace: Option<SpanContext>,
     reply: oneshot::Sender<Result<RunningSequence, EngineError>>,
+}
+
+/// The prefixes that an engine holds.
+pub struct Prefixes {
+    /// All of them, as short names of full blocks.
+    pub held: Vec<u64>,
+    /// What changes from then on; closed when the replica ends, and lagging for who is slow.
+    pub changes: broadcast::Receiver<Arc<PrefixChanges>>,
 }
 
 /// The engine's inbox: room for everything that may be admitted, and for the results of the steps in flight.
@@ -66,6 +79,7 @@ pub struct LeaderHandle {
     status: Arc<Mutex<EngineStatus>>,
     health: Health,
     max_waiting_sequences: usize,
+    is_prefix_caching: bool,
 }
 
 /// A submitted sequence. Dropping it cancels the sequence.
@@ -97,14 +111,31 @@ impl LeaderHandle {
             return Err(broken());
         }
         let (reply, answer) = oneshot::channel();
-        self.inbox.try_send(Event::Submit(Submission { request, trace, reply })).map_err(|error| match error {
+        self.send(Event::Submit(Submission { request, trace, reply }))?;
+        Ok(answer.await.map_err(|_| broken())??)
+    }
+
+    /// The prefixes that the engine holds, and will hold; `None` if it keeps none.
+    ///
+    /// # Errors
+    /// [`WorkerError::ReplicaBroken`], or [`WorkerError::Engine`] if its inbox is full.
+    pub async fn follow_prefixes(&self) -> Result<Option<Prefixes>, WorkerError> {
+        if !self.is_prefix_caching {
+            return Ok(None);
+        }
+        let (reply, answer) = oneshot::channel();
+        self.send(Event::FollowPrefixes(reply))?;
+        answer.await.map(Some).map_err(|_| WorkerError::ReplicaBroken(self.health.reason()))
+    }
+
+    fn send(&self, event: Event) -> Result<(), WorkerError> {
+        self.inbox.try_send(event).map_err(|error| match error {
             TrySendError::Full(_) => {
                 let limit = self.max_waiting_sequences;
                 WorkerError::Engine(EngineError::Overloaded { waiting: limit, limit })
             }
-            TrySendError::Disconnected(_) => broken(),
-        })?;
-        Ok(answer.await.map_err(|_| broken())??)
+            TrySendError::Disconnected(_) => WorkerError::ReplicaBroken(self.health.reason()),
+        })
     }
 
     /// The engine's last numbers.
@@ -137,6 +168,7 @@ pub(super) struct EngineThread {
     /// Steps in flight, oldest first; a traced one has a span.
     steps: VecDeque<(StepMark, Option<StepSpan>)>,
     traced: TracedSequences,
+    prefix_followers: broadcast::Sender<Arc<PrefixChanges>>,
     max_sequence_tokens: usize,
     /// How long it looks again for the results of a step before it sleeps.
     spin: Duration,
@@ -157,6 +189,7 @@ impl EngineThread {
             status: status.clone(),
             health: health.clone(),
             max_waiting_sequences: spec.max_waiting_sequences,
+            is_prefix_caching: spec.is_prefix_caching,
         };
         let last_stage: Vec<usize> =
             spec.plan.stages.last().map(|stage| stage.ranks.iter().map(|rank| rank.rank).collect()).unwrap_or_default();
@@ -175,6 +208,7 @@ impl EngineThread {
             meter: EngineMeter::new(&spec.metrics, &spec.model, spec.replica),
             steps: VecDeque::new(),
             traced: TracedSequences::new(spec),
+            prefix_followers: broadcast::Sender::new(PREFIX_CHANGES),
             max_sequence_tokens: spec.max_sequence_tokens,
             spin: engine_spin(spec.local_ranks().len() * spec.devices.threads_per_rank()),
         };
@@ -212,6 +246,7 @@ impl EngineThread {
                 self.broadcast(plan)?;
             }
             self.hand_out();
+            self.tell_followers();
             self.report();
             let spin = if self.engine.has_steps_in_flight() { self.spin } else { Duration::ZERO };
             match receive(&self.events, spin, IDLE_STATUS_INTERVAL) {
@@ -231,6 +266,12 @@ impl EngineThread {
     fn handle(&mut self, event: Event) -> Result<(), WorkerError> {
         match event {
             Event::Submit(submission) => self.submit(submission),
+            Event::FollowPrefixes(reply) => {
+                self.tell_followers();
+                let (held, changes) = (self.engine.prefixes(), self.prefix_followers.subscribe());
+                // Who is gone follows nothing.
+                let _ = reply.send(Prefixes { held, changes });
+            }
             Event::Result { rank, result } => {
                 self.results.add(rank, result)?;
                 while let Some(result) = self.results.next_complete() {
@@ -259,6 +300,14 @@ impl EngineThread {
         });
         // A caller that is gone drops the receiver, and with it the sequence.
         let _ = reply.send(added);
+    }
+
+    fn tell_followers(&mut self) {
+        let changes = self.engine.take_prefix_changes();
+        if !changes.is_empty() {
+            // There may be none.
+            let _ = self.prefix_followers.send(Arc::new(changes));
+        }
     }
 
     fn cancel_abandoned(&mut self) {

@@ -33,7 +33,7 @@ use lockstep_sharding::{RankPlan, ReplicaPlan};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-pub use self::leader::{LeaderHandle, RunningSequence};
+pub use self::leader::{LeaderHandle, Prefixes, RunningSequence};
 use self::{
     health::Health,
     leader::{EngineThread, Event, RemoteRank},

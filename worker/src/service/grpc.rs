@@ -25,7 +25,8 @@ use super::{
 };
 use crate::{
     WorkerError,
-    replica::{ReplicaSpec, RunningSequence},
+    engine::PrefixChanges,
+    replica::{LeaderHandle, Prefixes, Replica, ReplicaSpec, RunningSequence},
 };
 
 /// Most outputs put into one message.
@@ -96,9 +97,7 @@ impl Worker for WorkerService {
         }
         let key = ReplicaKey { model: request.model.clone(), plan_epoch: request.plan_epoch, replica: request.replica };
         let replica = self.0.replicas.find(&key)?;
-        let leader = replica.leader().cloned().ok_or_else(|| {
-            Class::InvalidRequest.status(format!("this worker does not lead replica {}", key.replica))
-        })?;
+        let leader = leader_of(&replica)?;
         let problem = replica.problem();
         let sequence = wire::sequence_request(request, replica.vocab_size())?;
         drop(replica);
@@ -106,6 +105,19 @@ impl Worker for WorkerService {
         let running = running.map_err(|error| wire::status_of(&error))?;
         span.in_scope(|| tracing::debug!("sequence queued"));
         Ok(Response::new(event_stream(running, problem, span, running_token)))
+    }
+
+    type FollowPrefixesStream = EventStream<v1::PrefixChanges>;
+
+    async fn follow_prefixes(
+        &self,
+        request: Request<v1::FollowPrefixesRequest>,
+    ) -> Result<Response<Self::FollowPrefixesStream>, Status> {
+        let v1::FollowPrefixesRequest { model, plan_epoch, replica } = request.into_inner();
+        let leader = leader_of(&*self.0.replicas.find(&ReplicaKey { model, plan_epoch, replica })?)?;
+        let prefixes = leader.follow_prefixes().await.map_err(|error| wire::status_of(&error))?;
+        let prefixes = prefixes.ok_or_else(|| Class::NotFound.status("this worker keeps no prefixes"))?;
+        Ok(Response::new(prefix_stream(prefixes)))
     }
 
     async fn drain(&self, _request: Request<v1::DrainRequest>) -> Result<Response<v1::DrainResponse>, Status> {
@@ -151,6 +163,11 @@ impl WorkerService {
     }
 }
 
+fn leader_of(replica: &Replica) -> Result<LeaderHandle, Status> {
+    let none = || Class::InvalidRequest.status("this worker does not lead the replica");
+    replica.leader().cloned().ok_or_else(none)
+}
+
 async fn resolve(address: &str) -> Result<SocketAddr, Status> {
     let problem = |what: String| Class::InvalidRequest.status(format!("rank_addresses has {address:?}: {what}"));
     let mut found = tokio::net::lookup_host(address).await.map_err(|error| problem(error.to_string()))?;
@@ -185,6 +202,17 @@ fn progress_stream(state: watch::Receiver<LoadState>) -> EventStream<v1::LoadRep
         *is_over |= message.as_ref().map_or(true, |progress| progress.ready);
         std::future::ready((!was_over).then_some(message))
     }))
+}
+
+/// All prefixes, then their changes, until the replica ends or the follower falls behind.
+fn prefix_stream(prefixes: Prefixes) -> EventStream<v1::PrefixChanges> {
+    let Prefixes { held, changes } = prefixes;
+    let first = v1::PrefixChanges { added: held, evicted: Vec::new() };
+    let changes = stream::unfold(changes, |mut changes| async move {
+        let PrefixChanges { added, evicted } = Arc::unwrap_or_clone(changes.recv().await.ok()?);
+        Some((Ok(v1::PrefixChanges { added, evicted }), changes))
+    });
+    Box::pin(stream::once(async { Ok(first) }).chain(changes))
 }
 
 struct EventState {

@@ -4,6 +4,7 @@ use std::{net::SocketAddr, time::Duration};
 
 use crate::cluster::{block_on, cut, test_model};
 use lockstep_proto::{
+    prefix::{BlockHash, block_hashes},
     status::Class,
     v1::{
         self,
@@ -27,6 +28,8 @@ use tonic::{
 };
 
 const WAIT: Duration = Duration::from_secs(20);
+const BLOCK_SIZE: usize = 16;
+const PROMPT: [u32; 5] = [504, 3575, 282, 4649, 314];
 
 /// Passes every report on, or refuses every worker.
 struct StubCoordinator {
@@ -128,7 +131,7 @@ impl Harness {
             plan
         };
         let plan = ShardPlan {
-            block_size: 16,
+            block_size: BLOCK_SIZE,
             max_sequence_tokens: 512,
             max_num_sequences: 4,
             max_step_tokens: 64,
@@ -194,7 +197,7 @@ impl Harness {
             plan_epoch,
             replica,
             request_id: "r".to_owned(),
-            token_ids: vec![504, 3575, 282, 4649, 314],
+            token_ids: PROMPT.to_vec(),
             sampling: Some(sampling),
             ..Default::default()
         };
@@ -224,6 +227,38 @@ async fn collect(mut events: Streaming<v1::SequenceEvent>) -> (Vec<u32>, v1::Seq
             Event::Finish(finish) => return (token_ids, finish),
         }
     }
+}
+
+#[test]
+fn followers_learn_which_prefixes_a_leader_holds() {
+    block_on(async {
+        let mut harness = Harness::start().await;
+        harness.load(1).await.unwrap();
+        let follow = v1::FollowPrefixesRequest { model: "m".to_owned(), plan_epoch: 1, replica: 0 };
+        let mut early = harness.client.follow_prefixes(follow.clone()).await.unwrap().into_inner();
+        assert_eq!(early.message().await.unwrap().unwrap(), v1::PrefixChanges::default());
+        let (token_ids, _) = collect(harness.run(1, 60).await.unwrap()).await;
+        // The last token is yielded and never computed.
+        let token_ids = [&PROMPT[..], &token_ids[..59]].concat();
+        let root = BlockHash::root("", false);
+        let names: Vec<u64> = block_hashes(root, &token_ids, BLOCK_SIZE).map(BlockHash::short).collect();
+        let mut added = Vec::new();
+        while added.len() < names.len() {
+            added.extend(tokio::time::timeout(WAIT, early.message()).await.unwrap().unwrap().unwrap().added);
+        }
+        assert_eq!(added, names);
+        let mut late = harness.client.follow_prefixes(follow.clone()).await.unwrap().into_inner();
+        let mut held = late.message().await.unwrap().unwrap().added;
+        held.sort_unstable();
+        added.sort_unstable();
+        assert_eq!(held, added);
+        harness.unload(1, 0).await;
+        for mut reports in [early, late] {
+            assert_eq!(tokio::time::timeout(WAIT, reports.message()).await.unwrap().unwrap(), None);
+        }
+        let stale = harness.client.follow_prefixes(follow).await.unwrap_err();
+        assert_eq!(Class::of(&stale), Class::StaleEpoch);
+    });
 }
 
 #[test]

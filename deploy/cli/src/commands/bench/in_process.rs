@@ -142,7 +142,8 @@ impl InProcessTarget {
 /// Sizes that hold what is measured, and no more KV blocks than that.
 fn options(args: &Args) -> PlanOptions {
     let deepest = args.depth.iter().copied().max().unwrap_or(0);
-    let longest = args.prefill.iter().copied().max().unwrap_or(0).max(deepest + args.decode) + 64;
+    let prefill = args.shared_prefix + args.prefill.iter().copied().max().unwrap_or(0);
+    let longest = prefill.max(deepest + args.decode) + 64;
     let concurrent = args.concurrent.iter().copied().max().unwrap_or(1);
     let options = PlanOptions::default();
     PlanOptions {

@@ -1,6 +1,7 @@
-//! What is measured: `pp N` (prompt tokens by the time to the first token), `tg N` (tokens by the time between the first
-//! and the last), `tg N x C` (all tokens of C simultaneous requests by the time from the first token to the last), both
-//! `@ D` after prompts of D tokens if they are not of the usual length.
+//! What is measured: `pp N` (prompt tokens by the time to the first token; `pp N @ D` behind D tokens that all prompts
+//! share, which are not counted), `tg N` (tokens by the time between the first and the last), `tg N x C` (all tokens of C
+//! simultaneous requests by the time from the first token to the last), both `@ D` after prompts of D tokens if they are
+//! not of the usual length.
 
 use std::time::{Duration, Instant};
 
@@ -99,17 +100,20 @@ impl Startup {
 pub async fn measure(target: &Target, args: &Args) -> anyhow::Result<Vec<Measurement>> {
     let (vocab_size, max_sequence_tokens) = target.limits();
     let deepest = args.depth.iter().copied().max().unwrap_or(0);
-    let longest = args.prefill.iter().copied().max().unwrap_or(0).max(deepest + args.decode);
+    let prefill = args.shared_prefix + args.prefill.iter().copied().max().unwrap_or(0);
+    let longest = prefill.max(deepest + args.decode);
     anyhow::ensure!(longest < max_sequence_tokens, "{longest} tokens do not fit sequences of {max_sequence_tokens}");
     let mut prompts = Prompts { vocab_size, state: 1 };
     let mut results = Vec::new();
+    let shared = prompts.next(args.shared_prefix);
+    let behind = if shared.is_empty() { String::new() } else { format!("@{}", shared.len()) };
     for &length in &args.prefill {
         let mut rates = Vec::new();
         for _ in 0..=args.repetitions {
-            let times = target.generate(prompts.next(length), 1).await?;
+            let times = target.generate([&shared[..], &prompts.next(length)].concat(), 1).await?;
             rates.push(length as f64 / (times.tokens[0] - times.start).as_secs_f64());
         }
-        results.push(summary(format!("pp{length}"), &rates[1..])?);
+        results.push(summary(format!("pp{length}{behind}"), &rates[1..])?);
     }
     for &depth in &args.depth {
         for &concurrent in &args.concurrent {
@@ -148,7 +152,7 @@ fn summary(name: String, rates: &[f64]) -> anyhow::Result<Measurement> {
     Ok(Measurement { name, median, least, most })
 }
 
-/// Pseudo-random prompts, every one another, so that no cache of prefixes helps.
+/// Pseudo-random prompts, every one another, so that no cache of prefixes helps unless it is asked to.
 struct Prompts {
     vocab_size: usize,
     state: u64,

@@ -63,6 +63,9 @@ pub struct Args {
     /// Prompt lengths to measure prefill with
     #[arg(long, value_name = "TOKENS,…", value_delimiter = ',', default_values_t = [512])]
     prefill: Vec<usize>,
+    /// Tokens with which all prompts of the prefill measurements begin, and which are computed before
+    #[arg(long, value_name = "TOKENS", default_value_t = 0, hide_default_value = true)]
+    shared_prefix: usize,
     /// Tokens to generate when decode is measured
     #[arg(long, value_name = "TOKENS", default_value_t = 128)]
     decode: usize,

@@ -1,10 +1,18 @@
 //! Which model a request means and which of its replicas serves it.
-//! Invariant: only ready replicas are chosen, the one with the fewest outstanding tokens first.
+//! Invariant: only ready replicas are chosen.
+//!
+//! [`choice`]: the best of a model's replicas; [`prefix_index`]: what each of them holds, as far as is known;
+//! [`reports`]: how that becomes known.
+
+pub mod choice;
+pub mod prefix_index;
+pub mod reports;
 
 use std::sync::Arc;
 
 use tokio::sync::watch;
 
+use self::choice::Work;
 use crate::{
     error::RequestError,
     served::{ModelTable, ReplicaLoad, ServedModel},
@@ -53,13 +61,13 @@ impl Router {
         Err(unknown(name, &models))
     }
 
-    /// The least loaded ready replica of a model, charged with `tokens`.
+    /// The best ready replica of a model for this work, charged with it.
     ///
     /// # Errors
     /// [`RequestError::NotReady`] with the model's problem.
-    pub fn replica(&self, model: &ServedModel, tokens: u64) -> Result<ReplicaLoad, RequestError> {
+    pub fn replica(&self, model: &ServedModel, work: Work<'_>) -> Result<ReplicaLoad, RequestError> {
         let not_ready = || RequestError::NotReady { model: model.spec.name.clone(), problem: model.explain().public };
-        model.least_loaded(tokens, |_| true).ok_or_else(not_ready)
+        choice::choose(model, work, |_| true).ok_or_else(not_ready)
     }
 }
 
