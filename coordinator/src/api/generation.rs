@@ -52,6 +52,8 @@ pub struct Generation {
     finish: Option<v1::Finish>,
     /// The finish that was given out.
     last: Option<v1::Finish>,
+    /// What another coordinator had generated but not sent.
+    unsent: v1::Delta,
     first_token: Option<Instant>,
     last_token: Option<Instant>,
     queue_ms: Option<f64>,
@@ -64,38 +66,52 @@ pub struct Generation {
 }
 
 impl Generation {
-    /// Starts the sequence on a replica of `model`.
+    /// Starts the sequence on a replica of `model`, behind what was `received` of it.
     ///
     /// # Errors
-    /// [`RequestError`] if there is none, the worker refuses it or the deadline passes.
+    /// [`RequestError`] if there is none, the worker refuses it or the deadline passes; [`RequestError::Invalid`] if what
+    /// was received fits no answer.
     pub async fn start(
         mut running: Running,
         model: &ServedModel,
         mut placement: Placement,
-        output: Output,
+        mut output: Output,
+        received: &v1::Received,
     ) -> Result<Self, RequestError> {
-        let attempt = placement.first(model).await?;
-        span::on_replica(&running.span, attempt.replica());
-        let attempt = Some(attempt);
+        let (unsent, is_stopped) = output.resume(received)?;
+        placement.record(&received.token_ids);
+        let is_over = is_stopped || placement.is_complete();
+        let attempt = if is_over { None } else { Some(placement.first(model).await?) };
+        if let Some(attempt) = &attempt {
+            span::on_replica(&running.span, attempt.replica());
+        }
         let prompt_tokens = u64::from(running.prompt_tokens);
         running.permit.entry.count(prompt_tokens);
         running.metrics.prompt_tokens.inc_by(prompt_tokens);
         running.tenant_metrics.prompt_tokens.inc_by(prompt_tokens);
-        Ok(Self {
+        let mut generation = Self {
             running,
             placement,
             attempt,
             output,
             finish: None,
             last: None,
+            unsent,
             first_token: None,
             last_token: None,
             queue_ms: None,
             cached_tokens: None,
             num_tokens: 0,
-            released_tokens: 0,
+            released_tokens: received.token_ids.len() as u32,
             outcome: Class::Cancelled.reason(),
-        })
+        };
+        if is_stopped {
+            generation.end(v1::FinishReason::Stop);
+        } else if is_over {
+            let rest = generation.take_finish(length_reached());
+            generation.unsent.text.push_str(&rest.text);
+        }
+        Ok(generation)
     }
 
     /// The next message; `None` after the last.
@@ -105,6 +121,10 @@ impl Generation {
     }
 
     async fn next_message(&mut self) -> Option<Result<v1::GenerateResponse, RequestError>> {
+        if !self.unsent.text.is_empty() {
+            let unsent = std::mem::take(&mut self.unsent);
+            return Some(Ok(self.response(Event::Delta(unsent))));
+        }
         loop {
             if let Some(finish) = self.finish.take() {
                 self.attempt = None;
@@ -136,8 +156,7 @@ impl Generation {
             };
             if self.placement.is_complete() && error.is_about_the_replica() {
                 // Only the word of the end was lost.
-                let reason = v1::FinishReason::Length.into();
-                return Ok(Some(self.take_finish(v1::SequenceFinish { reason, ..Default::default() })));
+                return Ok(Some(self.take_finish(length_reached())));
             }
             if let Some(attempt) = self.attempt.take() {
                 self.attempt = Some(self.placement.again(attempt, error).await?);
@@ -242,6 +261,11 @@ impl Generation {
     fn response(&self, event: Event) -> v1::GenerateResponse {
         v1::GenerateResponse { request_id: self.running.request_id.clone(), event: Some(event) }
     }
+}
+
+/// The end of a sequence that has all the tokens that were asked for.
+fn length_reached() -> v1::SequenceFinish {
+    v1::SequenceFinish { reason: v1::FinishReason::Length.into(), ..Default::default() }
 }
 
 impl Drop for Generation {

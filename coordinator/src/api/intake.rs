@@ -56,6 +56,8 @@ pub struct Prepared {
     /// Complete, but for the stop texts.
     sampling: v1::SamplingParams,
     stops: Vec<String>,
+    /// What its client has of the answer already, from another coordinator.
+    received: v1::Received,
 }
 
 /// When a request came and when its client gives up.
@@ -101,11 +103,14 @@ impl Intake {
             Some(Input::Chat(chat)) => encode(PromptText::Chat(chat)).await?,
             None => Vec::new(),
         };
-        let mut sampling = validate::complete_sampling(request.sampling, token_ids.len(), model.max_sequence_tokens())?;
-        let stops = std::mem::take(&mut sampling.stop);
         let request_id =
             if request.request_id.is_empty() { uuid::Uuid::new_v4().to_string() } else { request.request_id };
-        Ok(Prepared { model, description, request_id, token_ids, sampling, stops })
+        let (prompt_tokens, limit) = (token_ids.len(), model.max_sequence_tokens());
+        let mut sampling = validate::complete_sampling(request.sampling, prompt_tokens, limit, &request_id)?;
+        let received = request.received.unwrap_or_default();
+        validate::check_received(&received, &sampling)?;
+        let stops = std::mem::take(&mut sampling.stop);
+        Ok(Prepared { model, description, request_id, token_ids, sampling, stops, received })
     }
 
     /// Starts one sequence of a request on the best replica: the one of index `sample` among those of the request, whose
@@ -148,7 +153,7 @@ impl Intake {
         let tenant_metrics = metrics.of_tenant(permit.entry.tenant());
         let accepted = times.accepted;
         let running = Running { request_id, permit, accepted, prompt_tokens, metrics, tenant_metrics, span };
-        Generation::start(running, model, placement, output).await
+        Generation::start(running, model, placement, output, &prepared.received).await
     }
 }
 

@@ -36,6 +36,15 @@ pub fn check_request(request: &v1::GenerateRequest, vocab_size: usize) -> Result
         Some(Input::Chat(chat)) => check_chat(chat)?,
         Some(Input::Prompt(_)) => {}
     }
+    if let Some(received) = &request.received {
+        if id.is_empty() {
+            return Err(RequestError::invalid(
+                "request_id",
+                "is empty, and received is given: it is that of the first try",
+            ));
+        }
+        sampling::check_token_ids("received.token_ids", &received.token_ids, vocab_size)?;
+    }
     if let Some(params) = &request.sampling {
         sampling::check(params, vocab_size)?;
     }
@@ -69,6 +78,7 @@ pub fn complete_sampling(
     sampling: Option<v1::SamplingParams>,
     prompt_tokens: usize,
     max_sequence_tokens: usize,
+    request_id: &str,
 ) -> Result<v1::SamplingParams, RequestError> {
     if prompt_tokens == 0 {
         return Err(RequestError::invalid("input", "has no tokens"));
@@ -80,8 +90,26 @@ pub fn complete_sampling(
     let room = u32::try_from(max_sequence_tokens - prompt_tokens).unwrap_or(u32::MAX);
     let mut sampling = sampling.unwrap_or_default();
     sampling.max_tokens = Some(sampling.max_tokens.map_or(room, |wanted| wanted.min(room)));
-    sampling.seed.get_or_insert_with(rand::random);
+    sampling.seed.get_or_insert_with(|| seed_of(request_id));
     Ok(sampling)
+}
+
+/// The seed of a request that names none: FNV-1a of its id, the same in every coordinator.
+fn seed_of(request_id: &str) -> u64 {
+    request_id.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
+/// Checks how much of an answer there is already.
+///
+/// # Errors
+/// [`RequestError::Invalid`] if it is more than was asked for.
+pub fn check_received(received: &v1::Received, sampling: &v1::SamplingParams) -> Result<(), RequestError> {
+    let (count, most) = (received.token_ids.len(), sampling.max_tokens());
+    if count > most as usize {
+        let problem = format!("has {count} tokens, at most {most} are generated");
+        return Err(RequestError::invalid("received.token_ids", problem));
+    }
+    Ok(())
 }
 
 /// What a prompt is made of.
@@ -177,14 +205,15 @@ mod tests {
 
     #[test]
     fn prompt_must_leave_room_for_a_token() {
-        assert!(complete_sampling(None, 0, 10).is_err());
-        let error = complete_sampling(None, 10, 10).unwrap_err().to_string();
+        assert!(complete_sampling(None, 0, 10, "id").is_err());
+        let error = complete_sampling(None, 10, 10, "id").unwrap_err().to_string();
         assert_eq!(error, "input: has 10 tokens, the model serves 10, output included");
-        let sampling = complete_sampling(None, 4, 10).unwrap();
+        let sampling = complete_sampling(None, 4, 10, "id").unwrap();
         assert_eq!(sampling.max_tokens, Some(6));
-        assert!(sampling.seed.is_some());
+        assert_eq!(sampling.seed, complete_sampling(None, 4, 10, "id").unwrap().seed);
+        assert_ne!(sampling.seed, complete_sampling(None, 4, 10, "other").unwrap().seed);
         let wanted = v1::SamplingParams { max_tokens: Some(100), seed: Some(7), ..Default::default() };
-        let sampling = complete_sampling(Some(wanted), 4, 10).unwrap();
+        let sampling = complete_sampling(Some(wanted), 4, 10, "id").unwrap();
         assert_eq!((sampling.max_tokens, sampling.seed), (Some(6), Some(7)));
     }
 }

@@ -11,6 +11,7 @@ mod generate;
 mod http;
 mod liveness;
 mod openai;
+mod resume;
 mod routing;
 mod tenants;
 mod tls;

@@ -23,8 +23,14 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Which coordinator.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ServerArgs {
-    /// gRPC address of the coordinator; https://HOST:PORT speaks TLS
-    #[arg(long, env = "LOCKSTEP_SERVER", default_value = "127.0.0.1:7070", value_name = "HOST:PORT")]
+    /// gRPC address of the coordinator, of several, between commas, the first that answers; https://HOST:PORT speaks TLS
+    #[arg(
+        long,
+        visible_alias = "coordinator",
+        env = "LOCKSTEP_SERVER",
+        default_value = "127.0.0.1:7070",
+        value_name = "HOST:PORT,..."
+    )]
     pub server: String,
     /// Certificates of the authorities that the server's may come from, PEM; speaks TLS [default, with https: the system's]
     #[arg(long, env = "LOCKSTEP_TLS_CA", value_name = "FILE")]
@@ -86,8 +92,22 @@ impl ServerArgs {
     /// # Errors
     /// If nothing answers there.
     pub async fn inference(&self) -> anyhow::Result<InferenceClient<Server>> {
-        Ok(InferenceClient::with_interceptor(self.channel().await?, self.api_key.clone().unwrap_or_default())
+        self.inference_but(0).await
+    }
+
+    /// The same, but the first `num_passed` coordinators come last.
+    ///
+    /// # Errors
+    /// If none answers.
+    pub async fn inference_but(&self, num_passed: usize) -> anyhow::Result<InferenceClient<Server>> {
+        let channel = self.channel(num_passed).await?;
+        Ok(InferenceClient::with_interceptor(channel, self.api_key.clone().unwrap_or_default())
             .max_decoding_message_size(MAX_MESSAGE_BYTES))
+    }
+
+    /// How many coordinators there are.
+    pub fn num_coordinators(&self) -> usize {
+        self.addresses().count()
     }
 
     /// A client of the Admin service.
@@ -95,22 +115,40 @@ impl ServerArgs {
     /// # Errors
     /// If nothing answers there.
     pub async fn admin(&self) -> anyhow::Result<AdminClient<Server>> {
-        Ok(AdminClient::with_interceptor(self.channel().await?, self.api_key.clone().unwrap_or_default())
+        Ok(AdminClient::with_interceptor(self.channel(0).await?, self.api_key.clone().unwrap_or_default())
             .max_decoding_message_size(MAX_MESSAGE_BYTES))
     }
 
-    async fn channel(&self) -> anyhow::Result<Channel> {
+    fn addresses(&self) -> impl Iterator<Item = &str> {
+        self.server.split(',').map(str::trim).filter(|address| !address.is_empty())
+    }
+
+    async fn channel(&self, num_passed: usize) -> anyhow::Result<Channel> {
+        let mut addresses: Vec<&str> = self.addresses().collect();
+        let num_addresses = addresses.len().max(1);
+        addresses.rotate_left(num_passed % num_addresses);
+        let mut last = anyhow!("server {:?} names no address", self.server);
+        for address in addresses {
+            match self.connect(address).await {
+                Ok(channel) => return Ok(channel),
+                Err(error) => last = error,
+            }
+        }
+        Err(last)
+    }
+
+    async fn connect(&self, address: &str) -> anyhow::Result<Channel> {
         let files = tls::of_client(self.tls_ca.clone(), self.tls_cert.clone(), self.tls_key.clone())?;
-        let outbound = if files.is_some() || self.server.starts_with("https://") {
+        let outbound = if files.is_some() || address.starts_with("https://") {
             Outbound::Server(ClientTls::open(&files.unwrap_or_default())?)
         } else {
             Outbound::ClearText
         };
-        let (endpoint, connector) = Connector::new(&self.server, outbound).context("server")?;
+        let (endpoint, connector) = Connector::new(address, outbound).context("server")?;
         let channel = endpoint.connect_timeout(CONNECT_TIMEOUT).connect_with_connector(connector).await;
         let in_words =
             |error: tonic::transport::Error| explain(&error).map_or_else(|| error.into(), |reason| anyhow!(reason));
-        channel.map_err(in_words).with_context(|| format!("cannot reach a coordinator at {}", self.server))
+        channel.map_err(in_words).with_context(|| format!("cannot reach a coordinator at {address}"))
     }
 }
 

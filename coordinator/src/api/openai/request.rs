@@ -205,7 +205,7 @@ impl Body {
             logprobs: logprobs.map_or(0, |count| count.max(1)),
         };
         let model = self.model.clone().unwrap_or_default();
-        Ok(v1::GenerateRequest { model, request_id, input: Some(input), sampling: Some(sampling) })
+        Ok(v1::GenerateRequest { model, request_id, input: Some(input), sampling: Some(sampling), received: None })
     }
 }
 

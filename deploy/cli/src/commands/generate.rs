@@ -3,15 +3,19 @@
 use std::io::{IsTerminal, Read};
 
 use anyhow::Context;
-use lockstep_proto::v1::{
-    Chat, Finish, FinishReason, GenerateRequest, Message, SamplingParams, generate_request::Input,
-    generate_response::Event,
+use lockstep_proto::{
+    status::Class,
+    v1::{
+        Chat, Finish, FinishReason, GenerateRequest, GenerateResponse, Message, SamplingParams,
+        generate_request::Input, generate_response::Event, inference_client::InferenceClient,
+    },
 };
 use serde_json::json;
+use tonic::Status;
 
 use crate::{
     Interrupted, UsageError,
-    client::{ServerArgs, refused},
+    client::{Server, ServerArgs, refused},
     output::{print, print_line},
 };
 
@@ -22,6 +26,8 @@ Continue a text:
   lockstep generate \"The capital of France is\" --max-tokens 32 --temperature 0
 Ask through the model's chat template, prompt from standard input:
   echo \"Why is the sky blue?\" | lockstep generate --chat
+Of two coordinators, the second goes on with the answer if the first is lost:
+  lockstep generate --server host-a:7070,host-b:7070 \"Once upon a time\"
 As JSON lines, with log-probabilities:
   lockstep generate --json --logprobs 3 \"Once upon a time\"")]
 pub struct Args {
@@ -101,31 +107,11 @@ struct SamplingArgs {
 /// # Errors
 /// If there is no prompt, or the server refuses, fails, or the request is cancelled.
 pub async fn run(args: Args) -> anyhow::Result<()> {
-    let is_json = args.json;
-    let mut client = args.server.inference().await?;
-    let request = args.into_request()?;
-    let call = async {
-        let mut stream = client.generate(request).await.map_err(|status| refused(&status))?.into_inner();
-        while let Some(response) = stream.message().await.map_err(|status| refused(&status))? {
-            let request_id = response.request_id;
-            match response.event {
-                Some(Event::Delta(delta)) if is_json => {
-                    let logprobs: Vec<_> = delta.logprobs.iter().map(logprobs_json).collect();
-                    let mut line = json!({"request_id": request_id, "text": delta.text, "token_ids": delta.token_ids});
-                    if !logprobs.is_empty() {
-                        line["logprobs"] = logprobs.into();
-                    }
-                    print_line(&line.to_string())?;
-                }
-                Some(Event::Delta(delta)) => print(&delta.text)?,
-                Some(Event::Finish(finish)) => return finished(&request_id, &finish, is_json),
-                None => {}
-            }
-        }
-        anyhow::bail!("the server closed the stream before its end")
-    };
+    let (is_json, server) = (args.json, args.server.clone());
+    let mut client = server.inference().await?;
+    let mut request = args.into_request()?;
     tokio::select! {
-        result = call => result,
+        result = follow(&server, &mut client, &mut request, is_json) => result,
         signal = tokio::signal::ctrl_c() => {
             signal?;
             if !is_json {
@@ -133,6 +119,64 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
             }
             Err(Interrupted("cancelled").into())
         }
+    }
+}
+
+/// Prints the answer to its end. If its coordinator is lost, and there are others, the next one goes on with it.
+async fn follow(
+    server: &ServerArgs,
+    client: &mut InferenceClient<Server>,
+    request: &mut GenerateRequest,
+    is_json: bool,
+) -> anyhow::Result<()> {
+    let mut num_passed = 0;
+    loop {
+        let num_received = request.received.as_ref().map_or(0, |received| received.token_ids.len());
+        let status = match print_answer(client, request, is_json).await? {
+            Ok(finish) => return finished(&request.request_id, &finish, is_json),
+            Err(status) => status,
+        };
+        let has_progressed = request.received.as_ref().map_or(0, |received| received.token_ids.len()) > num_received;
+        num_passed = if has_progressed { 1 } else { num_passed + 1 };
+        let is_lost = matches!(Class::of(&status), Class::WorkerLost | Class::ShuttingDown);
+        if !is_lost || num_passed >= server.num_coordinators() {
+            return Err(refused(&status));
+        }
+        *client = server.inference_but(num_passed).await?;
+    }
+}
+
+/// Prints what one coordinator answers and adds it to what was received: to the end, or up to the status that broke it.
+async fn print_answer(
+    client: &mut InferenceClient<Server>,
+    request: &mut GenerateRequest,
+    is_json: bool,
+) -> anyhow::Result<Result<Finish, Status>> {
+    let mut stream = match client.generate(request.clone()).await {
+        Ok(stream) => stream.into_inner(),
+        Err(status) => return Ok(Err(status)),
+    };
+    loop {
+        let delta = match stream.message().await {
+            Ok(Some(GenerateResponse { event: Some(Event::Delta(delta)), .. })) => delta,
+            Ok(Some(GenerateResponse { event: Some(Event::Finish(finish)), .. })) => return Ok(Ok(finish)),
+            Ok(Some(_)) => continue,
+            Ok(None) => return Ok(Err(Class::WorkerLost.status("the server closed the stream before its end"))),
+            Err(status) => return Ok(Err(status)),
+        };
+        if is_json {
+            let logprobs: Vec<_> = delta.logprobs.iter().map(logprobs_json).collect();
+            let mut line = json!({"request_id": request.request_id, "text": delta.text, "token_ids": delta.token_ids});
+            if !logprobs.is_empty() {
+                line["logprobs"] = logprobs.into();
+            }
+            print_line(&line.to_string())?;
+        } else {
+            print(&delta.text)?;
+        }
+        let received = request.received.get_or_insert_default();
+        received.text_bytes += delta.text.len() as u64;
+        received.token_ids.extend(delta.token_ids);
     }
 }
 
@@ -198,9 +242,11 @@ impl Args {
         };
         Ok(GenerateRequest {
             model: self.model,
-            request_id: String::new(),
+            // Ours, so that another coordinator can take the request up.
+            request_id: uuid::Uuid::new_v4().to_string(),
             input: Some(input),
             sampling: Some(self.sampling.into_params()),
+            received: None,
         })
     }
 }

@@ -59,6 +59,7 @@ impl ClusterTarget {
                 ignore_eos: true,
                 ..SamplingParams::default()
             }),
+            received: None,
         };
         let start = Instant::now();
         let call = self.client.clone().generate(request).await;
