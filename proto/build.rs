@@ -4,7 +4,8 @@ use prost::Message;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-changed=proto");
-    let files = ["common", "inference", "admin", "cluster", "worker"].map(|name| format!("lockstep/v1/{name}.proto"));
+    let files = ["common", "inference", "admin", "cluster", "worker", "registry"]
+        .map(|name| format!("lockstep/v1/{name}.proto"));
     let descriptors = protox::compile(files, ["proto"])?;
     let out = std::path::PathBuf::from(std::env::var("OUT_DIR")?);
     std::fs::write(out.join("lockstep_descriptor.bin"), descriptors.encode_to_vec())?;

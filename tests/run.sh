@@ -56,8 +56,23 @@ if [ -z "$LOCKSTEP_TEST_PROMETHEUS" ]; then
 fi
 export LOCKSTEP_TEST_PROMETHEUS
 
+# Several coordinators meet in etcd: its server, its tool, and what compiles its protocol, some 60 MB from Debian.
+has_etcd() {
+    command -v etcd >/dev/null && command -v etcdctl >/dev/null && command -v protoc >/dev/null &&
+        echo 'syntax = "proto3"; import "google/protobuf/descriptor.proto";' |
+        protoc --proto_path=/dev ${PROTOC_INCLUDE:+"--proto_path=$PROTOC_INCLUDE"} --descriptor_set_out=/dev/null /dev/stdin 2>/dev/null
+}
+if ! has_etcd; then
+    command -v apt-get >/dev/null || fail "etcd, etcdctl, or protoc with its own .proto files is missing: install them"
+    say "etcd and protoc through apt-get"
+    as_root=$([ "$(id -u)" = 0 ] || echo sudo)
+    $as_root apt-get -qq update
+    $as_root apt-get -qq install -y --no-install-recommends etcd-server etcd-client protobuf-compiler libprotobuf-dev >/dev/null ||
+        fail "cannot install etcd-server, etcd-client, protobuf-compiler and libprotobuf-dev"
+fi
+
 # The kernels of the GPU backends are compiled for all architectures, which needs the compiler but no GPU.
-features="lockstep-cli/cuda"
+features="lockstep-cli/cuda,lockstep-cli/etcd"
 nvrtc=$("$LOCKSTEP_TEST_PYTHON" -c \
     'import importlib.util; print(next(iter(importlib.util.find_spec("nvidia.cu13").submodule_search_locations)) + "/lib")')
 export LD_LIBRARY_PATH=$nvrtc${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}

@@ -27,7 +27,9 @@ fn model(num_replicas: usize) -> ServedModel {
     let replica = |index| {
         let part = ReplicaPlan { stages: Vec::new(), num_kv_blocks: NUM_BLOCKS };
         let members = vec![Member { worker_id: format!("w{index}"), session: 1 }];
-        let replica = Replica::new("m".into(), 1, index, part, members, WorkerClient::new(channel.clone()));
+        let load =
+            v1::LoadReplicaRequest { model: "m".into(), plan_epoch: 1, replica: index as u32, ..Default::default() };
+        let replica = Replica::new(load, part, members, WorkerClient::new(channel.clone()));
         let others: Vec<u64> = (0..NUM_BLOCKS as u64).map(|name| name * num_replicas as u64 + index as u64).collect();
         replica.prefixes.begin(NUM_BLOCKS, &others);
         replica.advance(ReplicaState::Ready);

@@ -2,6 +2,7 @@
 
 use std::{net::SocketAddr, time::Duration};
 
+use lockstep_etcd::EtcdSettings;
 use lockstep_sharding::{PlanOptions, Policy};
 use lockstep_transport::TlsFiles;
 
@@ -12,6 +13,10 @@ pub struct CoordinatorConfig {
     pub grpc_listen: SocketAddr,
     /// HTTP address (default port 7080; 0: any).
     pub http_listen: SocketAddr,
+    /// Name of this coordinator among those of the cluster.
+    pub coordinator_id: String,
+    /// Where workers are found and the plan is kept, for several coordinators; without it workers register here.
+    pub etcd: Option<EtcdSettings>,
     /// Model to load at start.
     pub model: Option<ModelSpec>,
     /// Sizes that plans leave room for.

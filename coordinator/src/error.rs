@@ -10,7 +10,7 @@ use lockstep_proto::{
 };
 use tonic::Status;
 
-use crate::served::BreakCause;
+use crate::{cluster::store::StoreError, served::BreakCause};
 
 /// A failure of the coordinator itself (requests fail with their own errors).
 #[derive(Debug, thiserror::Error)]
@@ -86,6 +86,9 @@ pub enum RequestError {
         /// The name.
         name: String,
     },
+    /// What several coordinators share cannot be changed now.
+    #[error("the order cannot be taken now: {0}")]
+    Store(StoreError),
     /// No replica serves the model.
     #[error("model {model:?} is not ready: {problem}")]
     NotReady {
@@ -207,7 +210,7 @@ impl RequestError {
             Self::Invalid { .. } => Class::InvalidRequest,
             Self::UnknownModel { .. } | Self::UnknownWorker(_) => Class::NotFound,
             Self::ModelExists { .. } => Class::AlreadyExists,
-            Self::NotReady { .. } => Class::NotReady,
+            Self::NotReady { .. } | Self::Store(_) => Class::NotReady,
             Self::NoKey | Self::UnknownKey => Class::Unauthenticated,
             Self::NotAdmin => Class::PermissionDenied,
             Self::TenantBusy { .. } | Self::TokenRate { .. } => Class::RateLimited,

@@ -19,7 +19,7 @@ use tokio::sync::watch;
 use crate::{
     admission::Admission,
     api::{health::readiness, status::engine_status},
-    cluster::Workers,
+    cluster::{PlanStore, Workers, store},
     router::Router,
     security::Security,
     served::{ReplicaState, ServedModel},
@@ -80,6 +80,10 @@ define_metrics! {
             "From the last token of a stream that was moved, or else its acceptance, to the next";
         certificate_expiry: Gauges = "lockstep_coordinator_certificate_expiry_timestamp_seconds" ["certificate"],
             "Unix time at which a certificate in force expires, by whom it is shown to: clients, cluster";
+        etcd_connected: Gauge = "lockstep_coordinator_etcd_connected",
+            "1 while etcd answers, 0 while it is away and nothing is planned, or where it is not used";
+        plans: Gauge = "lockstep_coordinator_plans",
+            "1 in the coordinator that plans, 0 in the others";
         live_workers: Gauge = "lockstep_coordinator_live_workers",
             "Registered workers";
         plan_epoch: Gauges = "lockstep_coordinator_plan_epoch" ["model"],
@@ -113,6 +117,8 @@ pub struct CoordinatorProbe {
     pub security: Arc<Security>,
     /// Live workers.
     pub workers: watch::Receiver<Workers>,
+    /// What is shared with other coordinators.
+    pub store: Option<Arc<dyn PlanStore>>,
     /// One scrape at a time: gauges of what is gone are taken back before the others are set.
     pub scrape: Mutex<()>,
 }
@@ -133,6 +139,11 @@ impl Probe for CoordinatorProbe {
             self.metrics.certificate_expiry.with_label_values(&[shown_to]).set(seconds);
         }
         self.metrics.describe_tenants(&self.tenants);
+        let registry = self.store.as_deref().map(store::status);
+        let is_connected = registry.as_ref().is_some_and(|registry| registry.problem.is_empty());
+        let plans = registry.is_none_or(|registry| is_connected && registry.leader_id == registry.coordinator_id);
+        self.metrics.etcd_connected.set(f64::from(u8::from(is_connected)));
+        self.metrics.plans.set(f64::from(u8::from(plans)));
         self.metrics.forget_models();
         for (name, model) in self.router.models().iter() {
             self.metrics.describe(name, model, &live);
@@ -244,6 +255,7 @@ mod tests {
             router: Router::new(published),
             security: Arc::default(),
             workers,
+            store: None,
             scrape: Mutex::default(),
         };
         (probe, models, sender)

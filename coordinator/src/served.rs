@@ -113,6 +113,8 @@ pub enum BreakCause {
     WorkerDrained,
     /// A worker could not load its part.
     NotLoaded,
+    /// Another plan took the place of its own.
+    Replanned,
     /// It is not wanted any more.
     Unloaded,
     /// The end of this process.
@@ -126,6 +128,7 @@ impl fmt::Display for BreakCause {
             Self::WorkerFailed => "a worker failed",
             Self::WorkerDrained => "a worker was drained",
             Self::NotLoaded => "a worker could not load it",
+            Self::Replanned => "another plan took its place",
             Self::Unloaded => "the model was unloaded",
             Self::ShuttingDown => "the coordinator is shutting down",
         })
@@ -180,6 +183,8 @@ pub struct Replica {
     pub index: usize,
     /// Its part of the plan.
     pub plan: ReplicaPlan,
+    /// What its workers are told to load.
+    pub load: v1::LoadReplicaRequest,
     /// Its workers, each once; the leader first.
     pub members: Vec<Member>,
     /// The leader's service.
@@ -190,6 +195,7 @@ pub struct Replica {
     pub total_bytes: AtomicU64,
     state: watch::Sender<ReplicaState>,
     ready_at: OnceLock<Instant>,
+    draining_at: OnceLock<Instant>,
     outstanding_tokens: AtomicU64,
     num_requests: AtomicU64,
     /// All that it was ever charged with, to take turns by.
@@ -201,24 +207,24 @@ pub struct Replica {
 impl Replica {
     /// A replica that starts to load. `members` is not empty.
     pub fn new(
-        model: String,
-        plan_epoch: u64,
-        index: usize,
+        load: v1::LoadReplicaRequest,
         plan: ReplicaPlan,
         members: Vec<Member>,
         leader: WorkerClient<Channel>,
     ) -> Self {
         Self {
-            model,
-            plan_epoch,
-            index,
+            model: load.model.clone(),
+            plan_epoch: load.plan_epoch,
+            index: load.replica as usize,
             plan,
+            load,
             members,
             leader,
             loaded_bytes: AtomicU64::new(0),
             total_bytes: AtomicU64::new(0),
             state: watch::Sender::new(ReplicaState::Loading),
             ready_at: OnceLock::new(),
+            draining_at: OnceLock::new(),
             outstanding_tokens: AtomicU64::new(0),
             num_requests: AtomicU64::new(0),
             charged_tokens: AtomicU64::new(0),
@@ -259,6 +265,11 @@ impl Replica {
         self.ready_at.get().copied()
     }
 
+    /// When it ceased to take requests.
+    pub fn draining_at(&self) -> Option<Instant> {
+        self.draining_at.get().copied()
+    }
+
     /// Moves on to `state`; says whether it did. A state is never left for an earlier one.
     pub fn advance(&self, state: ReplicaState) -> bool {
         let order = |state: &ReplicaState| match state {
@@ -270,8 +281,10 @@ impl Replica {
         self.state.send_if_modified(|current| {
             let is_later = order(&state) > order(current);
             if is_later {
-                if state == ReplicaState::Ready {
-                    self.ready_at.get_or_init(Instant::now);
+                match state {
+                    ReplicaState::Ready => drop(self.ready_at.get_or_init(Instant::now)),
+                    ReplicaState::Draining => drop(self.draining_at.get_or_init(Instant::now)),
+                    ReplicaState::Loading | ReplicaState::Broken(_) => {}
                 }
                 *current = state;
             }

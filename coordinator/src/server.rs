@@ -5,7 +5,7 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use axum::{http::HeaderValue, response::Response};
 use lockstep_proto::{FILE_DESCRIPTOR_SET, MAX_MESSAGE_BYTES, v1};
-use lockstep_transport::Incoming;
+use lockstep_transport::{Incoming, Outbound};
 use tokio::{net::TcpListener, task::JoinHandle};
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, service::Routes, transport::Server};
@@ -14,7 +14,7 @@ use crate::{
     CoordinatorConfig, CoordinatorError,
     admission::Admission,
     api::{MAX_REQUEST_BYTES, admin::AdminService, auth, grpc::InferenceService, health, http, intake::Intake},
-    cluster::{MemoryRegistry, Registry, registration::RegistrationService},
+    cluster::{MemoryRegistry, PlanStore, Registry, registration::RegistrationService},
     metrics::Metrics,
     planner::{Planner, PlannerConfig},
     router::{Router, reports},
@@ -46,14 +46,14 @@ pub async fn run(
     // However this function is left, the tasks that it started end.
     let _closing_guard = closing.clone().drop_guard();
     security.follow_files(&closing);
-    let registry = MemoryRegistry::default();
+    let cluster = Cluster::start(&config, security.outbound(), &closing)?;
     let planner_config = PlannerConfig {
         model: config.model.clone(),
         plan_options: config.plan_options,
         drain_timeout: config.drain_timeout,
         outbound: security.outbound(),
     };
-    let planner = Planner::start(planner_config, Arc::new(registry.clone()), closing.clone());
+    let planner = Planner::start(planner_config, Arc::clone(&cluster.registry), cluster.store.clone(), closing.clone());
     let router = Router::new(planner.models());
     let reports_task = tokio::spawn(reports::follow(router.watch(), closing.clone()));
     let admission = Admission::new(config.max_concurrent_requests);
@@ -71,16 +71,23 @@ pub async fn run(
         failover_timeout: config.failover_timeout,
     };
     let inference = InferenceService { intake: intake.clone() };
-    let admin = AdminService { workers: registry.watch(), router: router.clone(), planner };
-    let registration =
-        RegistrationService { registry: registry.clone(), lease: config.lease, closing: closing.clone() };
+    let admin = AdminService {
+        workers: cluster.registry.watch(),
+        store: cluster.store.clone(),
+        router: router.clone(),
+        planner,
+    };
     let routes = Routes::new(health_service)
         .add_service(v1::inference_server::InferenceServer::new(inference).max_decoding_message_size(MAX_REQUEST_BYTES))
-        .add_service(v1::admin_server::AdminServer::new(admin).max_encoding_message_size(MAX_MESSAGE_BYTES))
-        .add_service(v1::cluster_server::ClusterServer::new(registration));
+        .add_service(v1::admin_server::AdminServer::new(admin).max_encoding_message_size(MAX_MESSAGE_BYTES));
+    let routes = match cluster.registration {
+        Some(registration) => routes.add_service(v1::cluster_server::ClusterServer::new(registration)),
+        None => routes,
+    };
     let state = http::HttpState {
         intake: intake.clone(),
-        workers: registry.watch(),
+        workers: cluster.registry.watch(),
+        store: cluster.store,
         started: std::time::SystemTime::now(),
         security: Arc::clone(&security),
     };
@@ -113,6 +120,47 @@ pub async fn run(
     // It ends with `closing`; only a panic could be reported here.
     let _ = reports_task.await;
     Ok(())
+}
+
+/// Where workers are known, and what is shared with other coordinators.
+struct Cluster {
+    registry: Arc<dyn Registry>,
+    store: Option<Arc<dyn PlanStore>>,
+    /// Where workers register with the only coordinator.
+    registration: Option<RegistrationService>,
+}
+
+impl Cluster {
+    #[cfg_attr(
+        not(feature = "etcd"),
+        expect(unused_variables, reason = "workers reach the only coordinator themselves")
+    )]
+    fn start(
+        config: &CoordinatorConfig,
+        outbound: Outbound,
+        closing: &CancellationToken,
+    ) -> Result<Self, CoordinatorError> {
+        match &config.etcd {
+            None => {
+                let registry = MemoryRegistry::default();
+                let registration =
+                    RegistrationService { registry: registry.clone(), lease: config.lease, closing: closing.clone() };
+                Ok(Self { registry: Arc::new(registry), store: None, registration: Some(registration) })
+            }
+            #[cfg(feature = "etcd")]
+            Some(settings) => {
+                let (id, settings) = (config.coordinator_id.clone(), settings.clone());
+                let registry =
+                    crate::cluster::EtcdRegistry::start(id, settings, config.lease, outbound, closing.clone())?;
+                Ok(Self { store: Some(registry.clone()), registry, registration: None })
+            }
+            #[cfg(not(feature = "etcd"))]
+            Some(_) => Err(CoordinatorError::Server {
+                server: "etcd",
+                reason: "this build has no etcd client: build with the feature `etcd`".to_owned(),
+            }),
+        }
+    }
 }
 
 async fn bind(address: SocketAddr) -> Result<(TcpListener, SocketAddr), CoordinatorError> {

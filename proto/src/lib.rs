@@ -11,6 +11,9 @@ pub mod prefix;
 pub mod sampling;
 pub mod status;
 
+/// Messages to bytes and back, for values that are kept in etcd.
+pub use prost::Message;
+
 /// Generated from `proto/lockstep/v1/*.proto`; documented there.
 #[allow(missing_docs, clippy::all, reason = "generated code")]
 pub mod v1 {

@@ -2,6 +2,7 @@
 
 use std::{net::SocketAddr, num::NonZero, time::Duration};
 
+use lockstep_etcd::EtcdSettings;
 use lockstep_transport::{TlsFiles, is_local};
 
 use crate::{WorkerError, devices::DeviceSettings};
@@ -16,8 +17,8 @@ const ENGINE_SPIN: Duration = Duration::from_millis(20);
 pub struct WorkerConfig {
     /// Unique in the cluster.
     pub worker_id: String,
-    /// Coordinator's gRPC address, `host:port`.
-    pub coordinator: String,
+    /// Where it registers.
+    pub registry: RegistryAddress,
     /// Where the Worker service listens (port 0: any).
     pub listen: SocketAddr,
     /// Where rank links listen (port 0: any).
@@ -45,6 +46,15 @@ pub struct WorkerConfig {
     pub allow_insecure: bool,
 }
 
+/// Where a worker makes itself known.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RegistryAddress {
+    /// At the only coordinator: its gRPC address, `http://host:port`.
+    Coordinator(String),
+    /// In etcd, where any number of coordinators find it.
+    Etcd(EtcdSettings),
+}
+
 impl WorkerConfig {
     /// Accepts the settings or names the one that is wrong.
     ///
@@ -60,6 +70,9 @@ impl WorkerConfig {
         }
         if self.devices.num_cpu_devices == 0 {
             return wrong("num_devices", "is 0, expected at least 1");
+        }
+        if matches!(self.registry, RegistryAddress::Etcd(_)) && !cfg!(feature = "etcd") {
+            return wrong("etcd", "is given, but this build has no etcd client: build with the feature `etcd`");
         }
         if self.memory_bytes == Some(0) {
             return wrong("memory_bytes", "is 0, expected at least 1");

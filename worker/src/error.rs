@@ -58,6 +58,9 @@ pub enum WorkerError {
         /// What happened.
         what: String,
     },
+    /// The registration in etcd is refused.
+    #[error("etcd: {0}")]
+    Etcd(String),
     /// The process itself failed: its server, a thread.
     #[error("worker: {0}")]
     Server(String),

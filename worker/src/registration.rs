@@ -1,9 +1,13 @@
-//! The worker's lease: its registration stream.
-//! Invariant: heartbeats run on a thread and runtime of their own, so no load on the process delays them. Losing the
-//! coordinator stops nothing: replicas keep running and the registration is tried again for ever.
+//! The worker's lease: its registration stream at a coordinator, or its key in etcd.
+//! Invariant: heartbeats and renewals run on a thread and runtime of their own, so no load on the process delays them. Losing the
+//! coordinator or etcd stops nothing: replicas keep running and the registration is tried again for ever.
+
+#[cfg(feature = "etcd")]
+mod etcd;
 
 use std::{sync::Arc, time::Duration};
 
+use futures::{FutureExt, future::BoxFuture};
 use lockstep_proto::{
     status::Class,
     v1::{self, cluster_client::ClusterClient, worker_report::Report},
@@ -15,7 +19,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Endpoint;
 
-use crate::{WorkerError, service::WorkerState};
+use crate::{WorkerError, config::RegistryAddress, service::WorkerState};
 
 /// Heartbeat period until the coordinator has named its lease.
 const FIRST_PERIOD: Duration = Duration::from_millis(500);
@@ -44,15 +48,13 @@ impl Registration {
         hello: v1::WorkerHello,
         tls: Option<ClusterTls>,
     ) -> Result<Self, WorkerError> {
-        let outbound = tls.map_or(Outbound::ClearText, Outbound::Member);
-        let (endpoint, connector) = endpoint(&state.config.coordinator, outbound)?;
         let stop = CancellationToken::new();
         let (sender, outcome) = oneshot::channel();
-        let mut session = Session { state, hello, endpoint, connector, stop: stop.clone(), was_registered: false };
+        let lease = lease(state, hello, tls, stop.clone())?;
         let run = move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
             let result = match runtime {
-                Ok(runtime) => runtime.block_on(session.run_for_ever()),
+                Ok(runtime) => runtime.block_on(lease),
                 Err(error) => Some(WorkerError::Server(format!("registration runtime: {error}"))),
             };
             // Nobody listens any more after `stop`.
@@ -82,6 +84,28 @@ impl Registration {
     }
 }
 
+/// Holds the lease until `stop`; ends earlier if this worker is refused for good.
+fn lease(
+    state: Arc<WorkerState>,
+    hello: v1::WorkerHello,
+    tls: Option<ClusterTls>,
+    stop: CancellationToken,
+) -> Result<BoxFuture<'static, Option<WorkerError>>, WorkerError> {
+    match state.config.registry.clone() {
+        RegistryAddress::Coordinator(address) => {
+            let outbound = tls.map_or(Outbound::ClearText, Outbound::Member);
+            let (endpoint, connector) = endpoint(&address, outbound)?;
+            let mut session = Session { state, hello, address, endpoint, connector, stop, was_registered: false };
+            Ok(async move { session.run_for_ever().await }.boxed())
+        }
+        #[cfg(feature = "etcd")]
+        RegistryAddress::Etcd(settings) => Ok(etcd::hold(state, hello, settings, stop).boxed()),
+        // `WorkerConfig::check` has refused it.
+        #[cfg(not(feature = "etcd"))]
+        RegistryAddress::Etcd(_) => Err(WorkerError::Etcd("this build has no etcd client".to_owned())),
+    }
+}
+
 fn endpoint(coordinator: &str, outbound: Outbound) -> Result<(Endpoint, Connector), WorkerError> {
     let (endpoint, connector) = Connector::new(coordinator, outbound)
         .map_err(|error| WorkerError::Config { field: "coordinator", problem: error.to_string() })?;
@@ -108,6 +132,7 @@ enum End {
 struct Session {
     state: Arc<WorkerState>,
     hello: v1::WorkerHello,
+    address: String,
     endpoint: Endpoint,
     connector: Connector,
     stop: CancellationToken,
@@ -119,7 +144,7 @@ impl Session {
         let mut backoff = BACKOFF.0;
         // After a farewell nobody needs a warning before the longest wait.
         let mut is_expected = false;
-        let address = self.state.config.coordinator.clone();
+        let address = self.address.clone();
         loop {
             let was_registered = std::mem::take(&mut self.was_registered);
             let end = self.register(was_registered).await;
@@ -212,8 +237,7 @@ impl Session {
     }
 
     fn heartbeat(&self) -> v1::WorkerReport {
-        let heartbeat = v1::Heartbeat { replicas: self.state.replicas.reports(), draining: self.state.is_draining() };
-        v1::WorkerReport { report: Some(Report::Heartbeat(heartbeat)) }
+        v1::WorkerReport { report: Some(Report::Heartbeat(self.state.heartbeat())) }
     }
 }
 

@@ -14,7 +14,12 @@ use tonic::{Request, Response, Status};
 
 use super::status;
 use crate::{
-    cluster::Workers, config::ModelSpec, error::RequestError, planner::Planner, router::Router, served::Replica,
+    cluster::{PlanStore, Workers},
+    config::ModelSpec,
+    error::RequestError,
+    planner::Planner,
+    router::Router,
+    served::Replica,
 };
 
 /// Between two progress messages.
@@ -26,6 +31,8 @@ const MAX_NAME_BYTES: usize = 128;
 pub struct AdminService {
     /// Live workers.
     pub workers: watch::Receiver<Workers>,
+    /// What is shared with other coordinators.
+    pub store: Option<Arc<dyn PlanStore>>,
     /// What is served.
     pub router: Router,
     /// Obeys orders.
@@ -41,7 +48,7 @@ impl v1::admin_server::Admin for AdminService {
         _request: Request<v1::GetClusterRequest>,
     ) -> Result<Response<v1::GetClusterResponse>, Status> {
         let live = Arc::clone(&self.workers.borrow());
-        Ok(Response::new(status::cluster(&live, &self.router.models())))
+        Ok(Response::new(status::cluster(&live, &self.router.models(), self.store.as_deref())))
     }
 
     async fn get_plan(&self, request: Request<v1::GetPlanRequest>) -> Result<Response<v1::GetPlanResponse>, Status> {

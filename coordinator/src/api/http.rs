@@ -13,7 +13,7 @@ use tokio::sync::watch;
 
 use super::{auth, intake::Intake, openai, page};
 use crate::{
-    cluster::{WorkerRecord, Workers},
+    cluster::{PlanStore, WorkerRecord, Workers},
     metrics::CoordinatorProbe,
     security::Security,
 };
@@ -25,6 +25,8 @@ pub struct HttpState {
     pub intake: Intake,
     /// Live workers.
     pub workers: watch::Receiver<Workers>,
+    /// What is shared with other coordinators.
+    pub store: Option<Arc<dyn PlanStore>>,
     /// Start of this coordinator, as models' creation time.
     pub started: SystemTime,
     /// Certificates in force.
@@ -38,6 +40,7 @@ pub fn routes(state: HttpState) -> Routes {
         admission: state.intake.admission.clone(),
         tenants: state.intake.tenants.clone(),
         router: state.intake.router.clone(),
+        store: state.store.clone(),
         security: Arc::clone(&state.security),
         workers: state.workers.clone(),
         scrape: Mutex::default(),

@@ -51,7 +51,7 @@ async fn page() -> Response {
 async fn status(State(state): State<HttpState>) -> Json<Value> {
     let models = state.intake.router.models();
     let live = Arc::clone(&state.workers.borrow());
-    let mut status = to_json(&cluster(&live, &models));
+    let mut status = to_json(&cluster(&live, &models, state.store.as_deref()));
     for model in status["models"].as_array_mut().into_iter().flatten() {
         let served = model["name"].as_str().and_then(|name| models.get(name));
         let plan = served.and_then(|served| served.plan.as_deref());

@@ -4,12 +4,12 @@ use lockstep_proto::v1;
 use serde_json::{Value, json};
 
 use crate::{
-    cluster::Workers,
+    cluster::{PlanStore, Workers, store},
     served::{ModelTable, Replica, ReplicaState, ServedModel},
 };
 
-/// Live workers and desired models.
-pub fn cluster(live: &Workers, models: &ModelTable) -> v1::GetClusterResponse {
+/// Live workers and desired models, and the store if there may be other coordinators.
+pub fn cluster(live: &Workers, models: &ModelTable, store: Option<&dyn PlanStore>) -> v1::GetClusterResponse {
     let workers = live.values().map(|record| v1::WorkerStatus {
         worker_id: record.hello.worker_id.clone(),
         address: record.hello.address.clone(),
@@ -19,7 +19,7 @@ pub fn cluster(live: &Workers, models: &ModelTable) -> v1::GetClusterResponse {
         heartbeat_age_ms: record.last_heartbeat.elapsed().as_secs_f64() * 1e3,
     });
     let models = models.values().map(|model| model_status(model, live));
-    v1::GetClusterResponse { workers: workers.collect(), models: models.collect() }
+    v1::GetClusterResponse { workers: workers.collect(), models: models.collect(), registry: store.map(store::status) }
 }
 
 fn device_status(device: &v1::WorkerDevice) -> v1::DeviceStatus {
@@ -96,7 +96,13 @@ pub fn to_json(cluster: &v1::GetClusterResponse) -> Value {
             "replicas": model.replicas.iter().map(replica_json).collect::<Vec<_>>(),
         })
     });
-    json!({"workers": workers.collect::<Vec<_>>(), "models": models.collect::<Vec<_>>()})
+    let registry = cluster.registry.as_ref().map(|registry| {
+        json!({
+            "coordinator_id": registry.coordinator_id, "leader_id": registry.leader_id, "endpoint": registry.endpoint,
+            "problem": registry.problem, "away_ms": registry.away_ms,
+        })
+    });
+    json!({"workers": workers.collect::<Vec<_>>(), "models": models.collect::<Vec<_>>(), "registry": registry})
 }
 
 fn replica_json(replica: &v1::ReplicaStatus) -> Value {

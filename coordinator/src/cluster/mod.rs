@@ -1,11 +1,18 @@
-//! Which workers live. For: the planner watches it, the admin service shows it.
-//! Invariant: a worker that registers again, even under its old id, has a new session: what it held before is gone.
+//! Which workers live, and what several coordinators share. For: the planner watches it, the admin service shows it.
+//! Invariant: a worker process that starts anew, even under its old id, has a new session: what it held before is gone.
+//! [`memory`] and [`registration`] serve the only coordinator of a cluster, `etcd` any number of them.
 //! Not here: what the workers do ([`crate::planner`]).
 
+#[cfg(feature = "etcd")]
+pub mod etcd;
 pub mod memory;
 pub mod registration;
+pub mod store;
 
+#[cfg(feature = "etcd")]
+pub use etcd::EtcdRegistry;
 pub use memory::MemoryRegistry;
+pub use store::PlanStore;
 
 use std::{collections::BTreeMap, sync::Arc};
 

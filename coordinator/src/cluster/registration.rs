@@ -75,7 +75,11 @@ async fn first_report(reports: &mut Streaming<v1::WorkerReport>, wait: Duration)
     }
 }
 
-fn check_hello(hello: &v1::WorkerHello) -> Result<(), Status> {
+/// Refuses what no planner could work with.
+///
+/// # Errors
+/// Naming the field.
+pub fn check_hello(hello: &v1::WorkerHello) -> Result<(), Status> {
     let refuse = |text: String| Err(Class::InvalidRequest.status(text));
     if hello.worker_id.is_empty() || hello.worker_id.len() > MAX_ID_BYTES {
         return refuse(format!("worker_id has {} bytes, allowed are 1 to {MAX_ID_BYTES}", hello.worker_id.len()));

@@ -2,7 +2,12 @@
 //! For: the admin service commands it, the router reads the table that it publishes.
 //! Invariant: one task owns all state ([`reconciler`]); slow work runs in tasks of its own and comes back as events.
 
+mod deploy;
+mod desired;
+mod ledger;
+mod mirror;
 mod model_state;
+mod orders;
 mod reconciler;
 mod reports;
 mod topology;
@@ -16,7 +21,16 @@ use lockstep_transport::Outbound;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
-use crate::{cluster::Registry, config::ModelSpec, error::RequestError, served::ModelTable};
+use self::desired::Desired;
+use crate::{
+    cluster::{PlanStore, Registry},
+    config::ModelSpec,
+    error::RequestError,
+    served::ModelTable,
+};
+
+#[cfg(feature = "etcd")]
+pub(crate) use self::worker_calls::client as worker_client;
 
 /// Commands that wait for the reconciler.
 const COMMAND_QUEUE: usize = 64;
@@ -47,17 +61,28 @@ enum Command {
 pub struct Planner {
     commands: mpsc::Sender<Command>,
     models: watch::Receiver<ModelTable>,
+    /// Where orders are left for the coordinator that leads, if there are several.
+    desired: Option<Desired>,
 }
 
 impl Planner {
-    /// Starts the reconciler; it ends when `closing` fires.
-    pub fn start(config: PlannerConfig, registry: Arc<dyn Registry>, closing: CancellationToken) -> Self {
+    /// Starts the reconciler; it ends when `closing` fires. `store` is what it shares with other coordinators.
+    pub fn start(
+        config: PlannerConfig,
+        registry: Arc<dyn Registry>,
+        store: Option<Arc<dyn PlanStore>>,
+        closing: CancellationToken,
+    ) -> Self {
         let (commands, command_receiver) = mpsc::channel(COMMAND_QUEUE);
         let published = watch::Sender::new(ModelTable::default());
         let models = published.subscribe();
-        let reconciler = reconciler::Reconciler::new(config, registry.watch(), published);
+        let desired = store.clone().map(|store| Desired::new(store, models.clone()));
+        if let Some((desired, spec)) = desired.clone().zip(config.model.clone()) {
+            tokio::spawn(closing.clone().run_until_cancelled_owned(async move { desired.ensure(spec).await }));
+        }
+        let reconciler = reconciler::Reconciler::new(config, registry.watch(), store, published);
         tokio::spawn(reconciler.run(command_receiver, closing));
-        Self { commands, models }
+        Self { commands, models, desired }
     }
 
     /// The published table.
@@ -69,24 +94,33 @@ impl Planner {
     /// next attempt come at once.
     ///
     /// # Errors
-    /// [`RequestError::ModelExists`] if the name stands for something else.
+    /// [`RequestError::ModelExists`] if the name stands for something else; [`RequestError::Store`].
     pub async fn load(&self, spec: ModelSpec) -> Result<bool, RequestError> {
+        if let Some(desired) = &self.desired {
+            return desired.add(spec).await;
+        }
         self.ask(|reply| Command::Load(spec, reply)).await
     }
 
     /// Drains and frees a model; returns when its memory is free.
     ///
     /// # Errors
-    /// [`RequestError::UnknownModel`].
+    /// [`RequestError::UnknownModel`], [`RequestError::Store`].
     pub async fn unload(&self, name: String) -> Result<(), RequestError> {
+        if let Some(desired) = &self.desired {
+            return desired.remove(&name).await;
+        }
         self.ask(|reply| Command::Unload(name, reply)).await
     }
 
     /// Unloads a model that never served; one that did stays.
     ///
     /// # Errors
-    /// [`RequestError::UnknownModel`].
+    /// [`RequestError::UnknownModel`], [`RequestError::Store`].
     pub async fn discard(&self, name: String) -> Result<(), RequestError> {
+        if let Some(desired) = &self.desired {
+            return desired.discard(&name).await;
+        }
         self.ask(|reply| Command::Discard(name, reply)).await
     }
 

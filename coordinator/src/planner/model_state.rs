@@ -40,6 +40,12 @@ pub struct ModelState {
     pub plan: Option<Arc<Explanation>>,
     /// Its epoch.
     pub plan_epoch: u64,
+    /// It in the codec of `sharding`, and the topology that it was made for as JSON, as other coordinators are told.
+    pub plan_bytes: Vec<u8>,
+    /// See `plan_bytes`.
+    pub topology_json: Vec<u8>,
+    /// How often the model was asked for again, as far as that was obeyed.
+    pub attempt: u64,
     /// Every replica, broken ones until the next plan.
     pub replicas: Vec<Arc<Replica>>,
     /// Replicas to have, by the policy or else by the first plan.
@@ -68,6 +74,9 @@ impl ModelState {
             is_busy: false,
             plan: None,
             plan_epoch: 0,
+            plan_bytes: Vec::new(),
+            topology_json: Vec::new(),
+            attempt: 0,
             replicas: Vec::new(),
             wanted_replicas,
             problem: None,
@@ -91,10 +100,17 @@ impl ModelState {
 
     /// Whether a new attempt to describe or plan should start now.
     pub fn needs_attempt(&self, now: Instant) -> bool {
-        let is_free = !self.is_busy && self.removal.is_none();
-        let is_due = self.retry_at.is_none_or(|at| at <= now);
         let is_short = self.num_live() < self.wanted_replicas.unwrap_or(1);
-        is_free && is_due && is_short
+        self.needs_description(now) || (self.may_try(now) && is_short)
+    }
+
+    /// Whether a worker should be asked now what the checkpoint says.
+    pub fn needs_description(&self, now: Instant) -> bool {
+        self.may_try(now) && self.description.is_none()
+    }
+
+    fn may_try(&self, now: Instant) -> bool {
+        !self.is_busy && self.removal.is_none() && self.retry_at.is_none_or(|at| at <= now)
     }
 
     /// The policy for what is missing.

@@ -8,15 +8,13 @@ use std::{
     future::Future,
     panic::AssertUnwindSafe,
     sync::Arc,
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::Duration,
 };
 
 use futures::FutureExt;
-use lockstep_proto::v1;
-use lockstep_sharding::{Explanation, PlanError, ShardPlan};
-use rand::RngCore;
+use lockstep_sharding::{Explanation, PlanError};
 use tokio::{
-    sync::{mpsc, oneshot, watch},
+    sync::{mpsc, watch},
     task::JoinSet,
     time::Instant,
 };
@@ -24,41 +22,46 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     Command, PlannerConfig,
-    model_state::{ModelState, Removal},
+    deploy::Planned,
+    ledger::Ledger,
+    model_state::ModelState,
     reports, topology,
     unloads::{Part, Unloads},
     worker_calls::{self, KnownWorker},
 };
 use crate::{
-    cluster::Workers,
-    config::ModelSpec,
-    error::RequestError,
+    cluster::{PlanStore, Workers, store::StoreError},
     served::{BreakCause, ModelDescription, ModelTable, Replica, ReplicaState},
 };
 
 /// How often waits (backoff, draining) are looked at.
 const TICK: Duration = Duration::from_millis(100);
-/// Bytes of a replica's shared secret.
-const SECRET_BYTES: usize = 32;
+/// After a replica ceased to take requests, so long the numbers of its engine may be older than the last of them.
+const ENGINE_GRACE: Duration = Duration::from_secs(2);
 
 /// What a task of the reconciler came to.
-enum Event {
+pub(super) enum Event {
     Described { model: String, outcome: Result<Arc<ModelDescription>, String> },
-    Planned { model: String, outcome: Result<(ShardPlan, Explanation), PlanError> },
+    Planned { model: String, outcome: Result<Box<Planned>, PlanError> },
     Loaded { replica: Arc<Replica>, outcome: Result<(), String> },
     Unloaded { part: Part, is_freed: bool },
+    Written(Result<(), StoreError>),
     Drained,
 }
 
 /// All state of the planner.
 pub struct Reconciler {
-    config: PlannerConfig,
-    registry: watch::Receiver<Workers>,
+    pub(super) config: PlannerConfig,
+    pub(super) registry: watch::Receiver<Workers>,
     published: watch::Sender<ModelTable>,
-    workers: BTreeMap<String, KnownWorker>,
-    models: BTreeMap<String, ModelState>,
+    pub(super) workers: BTreeMap<String, KnownWorker>,
+    pub(super) models: BTreeMap<String, ModelState>,
+    pub(super) ledger: Ledger,
     unloads: Unloads,
-    last_epoch: u64,
+    pub(super) last_epoch: u64,
+    /// Replicas whose load was not started.
+    pub(super) to_load: Vec<Arc<Replica>>,
+    is_leading: bool,
     tasks: JoinSet<Event>,
 }
 
@@ -67,17 +70,23 @@ impl Reconciler {
     pub fn new(
         config: PlannerConfig,
         registry: watch::Receiver<Workers>,
+        store: Option<Arc<dyn PlanStore>>,
         published: watch::Sender<ModelTable>,
     ) -> Self {
-        let models = config.model.iter().map(|spec| (spec.name.clone(), ModelState::new(spec.clone()))).collect();
+        // Where there is a store, that says what is desired.
+        let specs = config.model.iter().filter(|_| store.is_none());
+        let models = specs.map(|spec| (spec.name.clone(), ModelState::new(spec.clone()))).collect();
         Self {
             config,
             registry,
             published,
             workers: BTreeMap::new(),
             models,
+            ledger: Ledger::new(store),
             unloads: Unloads::default(),
             last_epoch: 0,
+            to_load: Vec::new(),
+            is_leading: false,
             tasks: JoinSet::new(),
         }
     }
@@ -101,6 +110,7 @@ impl Reconciler {
                     Err(error) => tracing::error!(%error, "a planner task ended without an event"),
                 },
                 Ok(()) = self.registry.changed() => {}
+                () = self.ledger.changed() => {}
                 _ = tick.tick() => {}
             }
         }
@@ -110,13 +120,58 @@ impl Reconciler {
     }
 
     fn reconcile(&mut self, live: &Workers, now: Instant) {
+        self.ledger.refresh();
         self.follow_workers(live);
         reports::break_reported(&self.models, live);
-        self.drain_replicas(now);
-        self.free_unwanted(live, now);
-        self.remove_unloaded();
-        self.start_attempts(live, now);
+        if self.leads(live, now) {
+            self.drain_replicas(live, now);
+            self.free_unwanted(live, now);
+            self.remove_unloaded();
+            if self.agree(now) {
+                self.start_loads();
+                self.start_attempts(live, now);
+            }
+        } else {
+            self.mirror(live);
+            self.withhold();
+            self.describe_models(now);
+        }
         self.publish();
+    }
+
+    /// Whether this coordinator plans. One among several does so once it has taken over the plan as it stands.
+    fn leads(&mut self, live: &Workers, now: Instant) -> bool {
+        if !self.ledger.is_shared() {
+            return true;
+        }
+        let since = self.ledger.lead(now);
+        if since.is_some() && !self.is_leading {
+            self.mirror(live);
+        }
+        let leads = since.is_some_and(|since| self.is_leading || self.ledger.is_settled(since, &self.models, now));
+        if leads && !self.is_leading {
+            tracing::info!("planning");
+            let replicas = self.models.values().flat_map(|model| &model.replicas);
+            self.to_load = replicas.filter(|replica| replica.state() == ReplicaState::Loading).cloned().collect();
+        }
+        if !leads && self.is_leading {
+            tracing::info!("no longer planning");
+            self.to_load.clear();
+        }
+        self.is_leading = leads;
+        if leads {
+            self.follow_desired(now);
+        }
+        leads
+    }
+
+    /// Writes what is to be agreed; says whether all is.
+    fn agree(&mut self, now: Instant) -> bool {
+        if let Some(write) = self.ledger.write(&self.models, now) {
+            let failed = |problem| Event::Written(Err(StoreError::Away(problem)));
+            self.spawn(async { Event::Written(write.await) }, failed);
+        }
+        self.ledger.is_agreed(&self.models)
     }
 
     /// Notices lost, new and draining workers.
@@ -130,6 +185,7 @@ impl Reconciler {
         let mut has_changed = !lost.is_empty();
         for (worker_id, session) in lost {
             self.workers.remove(&worker_id);
+            self.ledger.note_lost(&worker_id, session);
             self.unloads.forget(&worker_id, session);
             for replica in self.models.values().flat_map(|model| &model.replicas) {
                 if replica.uses(&worker_id, session) {
@@ -153,6 +209,7 @@ impl Reconciler {
                             is_draining: record.draining,
                         };
                         self.workers.insert(worker_id.clone(), known);
+                        self.ledger.note_found(worker_id, record.session);
                         has_changed = true;
                     }
                     Err(problem) => tracing::error!(worker_id, problem, "worker cannot be used"),
@@ -165,7 +222,7 @@ impl Reconciler {
     }
 
     /// Stops admission to replicas that must go, and lets go of those that have finished.
-    fn drain_replicas(&mut self, now: Instant) {
+    fn drain_replicas(&mut self, live: &Workers, now: Instant) {
         for model in self.models.values() {
             let is_overdue = model.removal.as_ref().is_some_and(|removal| removal.deadline <= now);
             for replica in &model.replicas {
@@ -183,7 +240,7 @@ impl Reconciler {
                 };
                 match replica.state() {
                     ReplicaState::Ready => drop(replica.advance(ReplicaState::Draining)),
-                    ReplicaState::Draining if replica.num_requests() == 0 || is_overdue => {
+                    ReplicaState::Draining if self.is_idle(replica, live) || is_overdue => {
                         replica.advance(broken);
                     }
                     ReplicaState::Loading => drop(replica.advance(broken)),
@@ -193,11 +250,25 @@ impl Reconciler {
         }
     }
 
+    /// Whether nobody has requests on a replica that takes none: neither this coordinator nor, as its engine tells, others.
+    fn is_idle(&self, replica: &Replica, live: &Workers) -> bool {
+        let is_newer = |record: &Arc<crate::cluster::WorkerRecord>| {
+            replica.draining_at().is_some_and(|at| record.last_heartbeat > at + ENGINE_GRACE)
+        };
+        let engine_is_idle = || {
+            let is_known = replica.members.first().and_then(|leader| live.get(&leader.worker_id)).is_some_and(is_newer);
+            let engine = crate::api::status::engine_status(replica, live);
+            is_known && engine.is_some_and(|engine| engine.num_running_sequences + engine.num_waiting_sequences == 0)
+        };
+        replica.num_requests() == 0 && (!self.ledger.is_shared() || engine_is_idle())
+    }
+
     /// Unloads what broken replicas held, and every part that a worker reports and no replica needs: another coordinator
     /// or an unload that failed left it there.
     fn free_unwanted(&mut self, live: &Workers, now: Instant) {
         let mut unwanted = self.forget_broken(now);
         unwanted.extend(reports::unwanted_parts(&self.models, live));
+        unwanted.retain(|part| !self.ledger.has_part(part));
         for part in unwanted {
             let known = self.workers.get(&part.worker_id).filter(|known| known.session == part.session);
             let Some(client) = known.map(|known| known.client.clone()) else { continue };
@@ -264,12 +335,7 @@ impl Reconciler {
                 continue;
             }
             match (&model.description, usable().next()) {
-                (None, Some((_, worker))) => {
-                    let (client, source) = (worker.client.clone(), model.spec.source.clone());
-                    self.attempt(name.clone(), async move {
-                        Event::Described { model: name, outcome: worker_calls::describe(client, source).await }
-                    });
-                }
+                (None, Some(_)) => self.describe(&name),
                 // One plan at a time: the next must see what this one takes.
                 (Some(_), _) if self.models.values().any(|model| model.is_busy && model.description.is_some()) => {}
                 (Some(description), _) => {
@@ -288,7 +354,7 @@ impl Reconciler {
                         let planned = tokio::task::spawn_blocking(move || {
                             let plan = lockstep_sharding::plan(&description.shape, &topology, &policy, &options)?;
                             let explanation = Explanation::new(&plan, &topology);
-                            Ok((plan, explanation))
+                            Ok(Box::new(Planned { plan, topology, explanation }))
                         });
                         match planned.await {
                             Ok(outcome) => Event::Planned { model: name, outcome },
@@ -303,6 +369,23 @@ impl Reconciler {
         }
     }
 
+    /// Describes the models of which only the plan is known here.
+    fn describe_models(&mut self, now: Instant) {
+        let due = self.models.iter().filter(|(_, model)| model.needs_description(now));
+        let due: Vec<String> = due.map(|(name, _)| name.clone()).collect();
+        due.iter().for_each(|name| self.describe(name));
+    }
+
+    /// Asks a worker what a model's checkpoint says.
+    fn describe(&mut self, name: &str) {
+        let mut usable = self.workers.values().filter(|known| known.has_reported && !known.is_draining);
+        let Some((worker, model)) = usable.next().zip(self.models.get(name)) else { return };
+        let (client, source, name) = (worker.client.clone(), model.spec.source.clone(), name.to_owned());
+        self.attempt(name.clone(), async move {
+            Event::Described { model: name, outcome: worker_calls::describe(client, source).await }
+        });
+    }
+
     /// Workers that still hold what nobody wants: an attempt to free it has failed.
     fn cluttered_workers(&self, live: &Workers) -> BTreeSet<String> {
         let unwanted = reports::unwanted_parts(&self.models, live);
@@ -315,7 +398,7 @@ impl Reconciler {
     }
 
     /// Starts a task; if it panics, `failed` makes its event, so that nobody waits for it for ever.
-    fn spawn(
+    pub(super) fn spawn(
         &mut self,
         task: impl Future<Output = Event> + Send + 'static,
         failed: impl FnOnce(String) -> Event + Send + 'static,
@@ -323,7 +406,7 @@ impl Reconciler {
         self.tasks.spawn(event_of(task, failed));
     }
 
-    fn note(&mut self, name: &str, change: impl FnOnce(&mut ModelState)) {
+    pub(super) fn note(&mut self, name: &str, change: impl FnOnce(&mut ModelState)) {
         if let Some(model) = self.models.get_mut(name) {
             change(model);
         }
@@ -341,7 +424,9 @@ impl Reconciler {
             Event::Planned { model, outcome } => {
                 self.note(&model, |model| model.is_busy = false);
                 match outcome {
-                    Ok((plan, explanation)) => self.deploy(&model, &plan, explanation, now),
+                    // Whoever leads now plans anew.
+                    Ok(_) if self.ledger.is_shared() && !self.is_leading => {}
+                    Ok(planned) => self.deploy(&model, *planned, now),
                     Err(error @ PlanError::Devices { .. }) => {
                         self.note(&model, |model| model.note_waiting_for_devices(&error, now));
                     }
@@ -362,113 +447,9 @@ impl Reconciler {
                 }
             }),
             Event::Unloaded { part, is_freed } => self.unloads.end(&part, is_freed, now),
+            Event::Written(outcome) => self.ledger.end_write(outcome, now),
             Event::Drained => {}
         }
-    }
-
-    /// Puts a plan into force under a new epoch: a load task for each of its replicas.
-    fn deploy(&mut self, name: &str, plan: &ShardPlan, explanation: Explanation, now: Instant) {
-        let live = Arc::clone(&self.registry.borrow());
-        let bytes = match lockstep_sharding::encode(plan) {
-            Ok(bytes) => bytes,
-            Err(error) => return self.note(name, |model| model.note_failure(error.to_string(), now)),
-        };
-        self.last_epoch = next_epoch(self.last_epoch);
-        let plan_epoch = self.last_epoch;
-        let Some(model) = self.models.get_mut(name).filter(|model| model.removal.is_none()) else { return };
-        // A worker may have gone while the plan was made: then the next round plans for those that are left.
-        let Some(parts) = plan
-            .replicas
-            .iter()
-            .map(|replica| {
-                let members = topology::members(replica, &live)?;
-                let clients = worker_calls::clients_of(&self.workers, &members)?;
-                Some((replica, members, clients, topology::rank_addresses(replica, &live)?))
-            })
-            .collect::<Option<Vec<_>>>()
-        else {
-            return;
-        };
-        let mut loads = Vec::with_capacity(parts.len());
-        for (index, (replica_plan, members, clients, rank_addresses)) in parts.into_iter().enumerate() {
-            let Some((_, leader)) = clients.first().cloned() else { continue };
-            let mut secret = vec![0; SECRET_BYTES];
-            rand::rng().fill_bytes(&mut secret);
-            let request = v1::LoadReplicaRequest {
-                model: name.to_owned(),
-                source: model.spec.source.clone(),
-                plan_epoch,
-                replica: index as u32,
-                plan: bytes.clone().into(),
-                secret,
-                rank_addresses,
-            };
-            let replica = Arc::new(Replica::new(name.into(), plan_epoch, index, replica_plan.clone(), members, leader));
-            model.replicas.push(Arc::clone(&replica));
-            loads.push((replica, clients, request));
-        }
-        tracing::info!(model = name, plan_epoch, num_replicas = plan.replicas.len(), plan.reason, "plan in force");
-        model.wanted_replicas.get_or_insert(plan.replicas.len());
-        model.plan = Some(Arc::new(explanation));
-        model.plan_epoch = plan_epoch;
-        for (replica, clients, request) in loads {
-            let loading = Arc::clone(&replica);
-            let load = async move {
-                let outcome = worker_calls::load(Arc::clone(&loading), clients, request).await;
-                Event::Loaded { replica: loading, outcome }
-            };
-            self.spawn(load, |problem| Event::Loaded { replica, outcome: Err(problem) });
-        }
-    }
-
-    fn obey(&mut self, command: Command, now: Instant) {
-        match command {
-            Command::Load(spec, reply) => drop(reply.send(self.want(spec))),
-            Command::Unload(name, reply) => self.unwant(&name, reply, now),
-            Command::Discard(name, reply) if self.models.get(&name).is_some_and(|model| model.has_served) => {
-                drop(reply.send(Ok(())));
-            }
-            Command::Discard(name, reply) => self.unwant(&name, reply, now),
-            Command::DrainWorker(worker_id, reply) => {
-                let outcome = match self.workers.get_mut(&worker_id) {
-                    None => Err(RequestError::UnknownWorker(worker_id)),
-                    Some(known) => {
-                        known.is_draining = true;
-                        let client = known.client.clone();
-                        let drain = worker_calls::drain(client).map(|()| Event::Drained);
-                        self.spawn(drain, |_| Event::Drained);
-                        Ok(())
-                    }
-                };
-                drop(reply.send(outcome));
-            }
-        }
-    }
-
-    /// Says whether the model is new.
-    fn want(&mut self, spec: ModelSpec) -> Result<bool, RequestError> {
-        match self.models.get_mut(&spec.name) {
-            Some(model) if model.spec == spec && model.removal.is_none() => {
-                // What failed before may have been mended.
-                (model.retry_at, model.failed_attempts) = (None, 0);
-                Ok(false)
-            }
-            Some(_) => Err(RequestError::ModelExists { name: spec.name }),
-            None => {
-                self.models.insert(spec.name.clone(), ModelState::new(spec));
-                Ok(true)
-            }
-        }
-    }
-
-    fn unwant(&mut self, name: &str, reply: oneshot::Sender<Result<(), RequestError>>, now: Instant) {
-        let Some(model) = self.models.get_mut(name) else {
-            let loaded = self.models.keys().cloned().collect::<Vec<_>>().join(", ");
-            drop(reply.send(Err(RequestError::UnknownModel { name: name.into(), loaded })));
-            return;
-        };
-        let deadline = now + self.config.drain_timeout;
-        model.removal.get_or_insert_with(|| Removal { deadline, replies: Vec::new() }).replies.push(reply);
     }
 
     /// Replaces the table if it says something new; replicas carry their own state.
@@ -484,12 +465,6 @@ impl Reconciler {
             !is_same
         });
     }
-}
-
-/// Above every epoch of this process and, by the clock, of earlier ones.
-fn next_epoch(last: u64) -> u64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_millis() as u64);
-    now.max(last + 1)
 }
 
 /// What a task comes to; what `failed` makes of it if it panics.

@@ -6,6 +6,8 @@
 mod stub;
 
 mod admin;
+#[cfg(feature = "etcd")]
+mod etcd;
 mod failover;
 mod generate;
 mod http;

@@ -46,6 +46,8 @@ pub const HTTP_ADDRESS: &str = "stub-host:7072";
 /// A source that the stub cannot describe.
 pub const BAD_SOURCE: &str = "/models/none.gguf";
 
+const HEARTBEAT_PERIOD: Duration = Duration::from_millis(50);
+
 /// How a stub worker behaves; shared with the test.
 pub struct StubState {
     /// Text that its sequences spell, over and over.
@@ -82,6 +84,10 @@ pub struct StubState {
     pub cached_tokens: Mutex<u32>,
     /// Reports of prefixes to those who follow; the number of these is how many do.
     pub prefix_changes: broadcast::Sender<v1::PrefixChanges>,
+    /// Its session, where it registers in etcd.
+    pub session: u64,
+    /// Fires at its end.
+    pub stop: CancellationToken,
 }
 
 impl Default for StubState {
@@ -104,7 +110,29 @@ impl Default for StubState {
             last_sequence: Mutex::default(),
             cached_tokens: Mutex::default(),
             prefix_changes: broadcast::Sender::new(16),
+            session: rand::random(),
+            stop: CancellationToken::new(),
         }
+    }
+}
+
+impl StubState {
+    fn heartbeat(&self) -> v1::Heartbeat {
+        let problem = self.problem.lock().unwrap().clone();
+        let held = self.held.lock().unwrap();
+        let replicas = held.iter().map(|part| v1::ReplicaReport {
+            model: part.model.clone(),
+            plan_epoch: part.plan_epoch,
+            replica: part.replica,
+            problem: problem.clone(),
+            engine: Some(v1::EngineStatus {
+                num_kv_blocks: 16,
+                num_free_kv_blocks: 12,
+                num_running_sequences: self.num_running.load(Ordering::SeqCst) as u32,
+                ..Default::default()
+            }),
+        });
+        v1::Heartbeat { replicas: replicas.collect(), draining: false }
     }
 }
 
@@ -203,6 +231,25 @@ impl Worker for StubService {
         Ok(Response::new(Box::pin(first.chain(changes))))
     }
 
+    type FollowHeartbeatsStream = Events<v1::Heartbeat>;
+
+    async fn follow_heartbeats(
+        &self,
+        request: Request<v1::FollowHeartbeatsRequest>,
+    ) -> Result<Response<Self::FollowHeartbeatsStream>, Status> {
+        if request.into_inner().session != self.0.session {
+            return Err(Class::StaleEpoch.status("another session"));
+        }
+        let ticks = tokio_stream::wrappers::IntervalStream::new(tokio::time::interval(HEARTBEAT_PERIOD));
+        let state = Arc::clone(&self.0);
+        let beats = futures::StreamExt::filter_map(ticks, move |_| {
+            let heartbeat = state.is_beating.lock().unwrap().then(|| Ok(state.heartbeat()));
+            std::future::ready(heartbeat)
+        });
+        let stop = self.0.stop.clone().cancelled_owned();
+        Ok(Response::new(Box::pin(futures::StreamExt::take_until(beats, stop))))
+    }
+
     async fn drain(&self, _request: Request<v1::DrainRequest>) -> Result<Response<v1::DrainResponse>, Status> {
         Ok(Response::new(v1::DrainResponse {}))
     }
@@ -287,14 +334,21 @@ impl StubWorker {
 
     /// The same as a member of a cluster.
     pub async fn start_as(worker_id: &str, coordinator: SocketAddr, tls: Option<ClusterTls>) -> Self {
+        let (mut worker, hello) = Self::serve(worker_id, tls.as_ref()).await;
+        worker.registration = tokio::spawn(register(hello, channel(coordinator, tls), Arc::clone(&worker.state)));
+        worker
+    }
+
+    /// Serves, but registers nowhere: with what it would say of itself.
+    pub async fn serve(worker_id: &str, tls: Option<&ClusterTls>) -> (Self, v1::WorkerHello) {
         let state = Arc::new(StubState::default());
-        let stop = CancellationToken::new();
+        let stop = state.stop.clone();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let service = v1::worker_server::WorkerServer::new(StubService(Arc::clone(&state)));
         let server = Server::builder()
             .add_service(service)
-            .serve_with_incoming(Incoming::new(listener, Gate::Members(tls.clone())).into_stream());
+            .serve_with_incoming(Incoming::new(listener, Gate::Members(tls.cloned())).into_stream());
         let stopped = stop.clone();
         tokio::spawn(async move {
             tokio::select! {
@@ -319,8 +373,8 @@ impl StubWorker {
             version: "0".into(),
             http_address: HTTP_ADDRESS.into(),
         };
-        let registration = tokio::spawn(register(hello, channel(coordinator, tls), Arc::clone(&state), stop.clone()));
-        Self { state, address, registration, _stop: stop.drop_guard() }
+        let registration = tokio::spawn(std::future::pending());
+        (Self { state, address, registration, _stop: stop.drop_guard() }, hello)
     }
 }
 
@@ -331,7 +385,7 @@ fn channel(coordinator: SocketAddr, tls: Option<ClusterTls>) -> Channel {
     endpoint.connect_with_connector_lazy(connector)
 }
 
-async fn register(hello: v1::WorkerHello, channel: Channel, state: Arc<StubState>, stop: CancellationToken) -> Status {
+async fn register(hello: v1::WorkerHello, channel: Channel, state: Arc<StubState>) -> Status {
     let (sender, receiver) = mpsc::channel(4);
     let report = |report| v1::WorkerReport { report: Some(report) };
     sender.send(report(Report::Hello(hello))).await.unwrap();
@@ -340,7 +394,7 @@ async fn register(hello: v1::WorkerHello, channel: Channel, state: Arc<StubState
         Ok(replies) => replies.into_inner(),
         Err(status) => return status,
     };
-    let mut tick = tokio::time::interval(Duration::from_millis(50));
+    let mut tick = tokio::time::interval(HEARTBEAT_PERIOD);
     loop {
         tokio::select! {
             reply = replies.message() => match reply {
@@ -349,21 +403,11 @@ async fn register(hello: v1::WorkerHello, channel: Channel, state: Arc<StubState
                 Err(status) => return status,
             },
             _ = tick.tick() => {
-                let problem = state.problem.lock().unwrap().clone();
-                let held = state.held.lock().unwrap();
-                let replicas = held.iter().map(|part| v1::ReplicaReport {
-                    model: part.model.clone(),
-                    plan_epoch: part.plan_epoch,
-                    replica: part.replica,
-                    problem: problem.clone(),
-                    engine: Some(v1::EngineStatus { num_kv_blocks: 16, num_free_kv_blocks: 12, ..Default::default() }),
-                });
-                let heartbeat = v1::Heartbeat { replicas: replicas.collect(), draining: false };
                 if *state.is_beating.lock().unwrap() {
-                    let _ = sender.try_send(report(Report::Heartbeat(heartbeat)));
+                    let _ = sender.try_send(report(Report::Heartbeat(state.heartbeat())));
                 }
             }
-            () = stop.cancelled() => return Status::cancelled("stub stopped"),
+            () = state.stop.cancelled() => return Status::cancelled("stub stopped"),
         }
     }
 }
@@ -386,6 +430,8 @@ pub fn config(policy: &str, min_workers: usize) -> CoordinatorConfig {
     CoordinatorConfig {
         grpc_listen: "127.0.0.1:0".parse().unwrap(),
         http_listen: "127.0.0.1:0".parse().unwrap(),
+        coordinator_id: "coordinator".into(),
+        etcd: None,
         model: Some(ModelSpec {
             name: MODEL.into(),
             source: "/models/stub.gguf".into(),

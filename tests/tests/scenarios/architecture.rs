@@ -9,9 +9,10 @@ use lockstep_tests::environment;
 use serde_json::Value;
 
 /// Crate → the crates of this workspace that it may depend on (tests' dependencies aside).
-const MAY_KNOW: [(&str, &[&str]); 11] = [
+const MAY_KNOW: [(&str, &[&str]); 12] = [
     ("lockstep-formats", &[]),
     ("lockstep-proto", &[]),
+    ("lockstep-etcd", &[]),
     ("lockstep-transport", &[]),
     ("lockstep-telemetry", &[]),
     ("lockstep-sharding", &["lockstep-formats"]),
@@ -20,6 +21,7 @@ const MAY_KNOW: [(&str, &[&str]); 11] = [
     (
         "lockstep-worker",
         &[
+            "lockstep-etcd",
             "lockstep-formats",
             "lockstep-proto",
             "lockstep-model",
@@ -31,11 +33,19 @@ const MAY_KNOW: [(&str, &[&str]); 11] = [
     ),
     (
         "lockstep-coordinator",
-        &["lockstep-proto", "lockstep-model", "lockstep-sharding", "lockstep-telemetry", "lockstep-transport"],
+        &[
+            "lockstep-etcd",
+            "lockstep-proto",
+            "lockstep-model",
+            "lockstep-sharding",
+            "lockstep-telemetry",
+            "lockstep-transport",
+        ],
     ),
     (
         "lockstep-cli",
         &[
+            "lockstep-etcd",
             "lockstep-formats",
             "lockstep-proto",
             "lockstep-model",

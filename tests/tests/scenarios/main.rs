@@ -7,6 +7,7 @@ mod bad_input;
 mod cancellation;
 mod chaos;
 mod continuous_batching;
+mod coordinators;
 mod foreign_client;
 mod gpu;
 mod hugging_face;

@@ -24,7 +24,7 @@ const NUM_TOKENS: u32 = 250;
 const NUM_TOKENS_BEFORE: usize = 40;
 
 /// What the streams ask for: greedy, and drawn with a seed and penalties.
-fn requests() -> [GenerateRequest; 2] {
+pub fn requests() -> [GenerateRequest; 2] {
     let request = |sampling| GenerateRequest {
         input: Some(tokens(&[504, 3575, 282, 4649, 314])),
         sampling: Some(sampling),

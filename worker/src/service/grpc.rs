@@ -2,7 +2,7 @@
 //! Invariant: every call is answered with a class of `proto::status`; blocking work runs off the async threads; a
 //! stream that the caller drops cancels its sequence.
 
-use std::{net::SocketAddr, path::PathBuf, pin::Pin, sync::Arc};
+use std::{net::SocketAddr, path::PathBuf, pin::Pin, sync::Arc, time::Duration};
 
 use futures::{Stream, StreamExt, stream};
 use lockstep_kernels::cpu::return_freed_memory;
@@ -31,6 +31,9 @@ use crate::{
 
 /// Most outputs put into one message.
 const MAX_BATCHED_OUTPUTS: usize = 256;
+
+/// Shortest and longest time between heartbeats that a coordinator may ask for, milliseconds.
+const HEARTBEAT_PERIODS_MS: std::ops::RangeInclusive<u32> = 50..=10_000;
 
 /// Serves `Worker` from the process's state.
 pub(super) struct WorkerService(pub Arc<WorkerState>);
@@ -123,6 +126,31 @@ impl Worker for WorkerService {
     async fn drain(&self, _request: Request<v1::DrainRequest>) -> Result<Response<v1::DrainResponse>, Status> {
         self.0.start_draining();
         Ok(Response::new(v1::DrainResponse {}))
+    }
+
+    type FollowHeartbeatsStream = EventStream<v1::Heartbeat>;
+
+    async fn follow_heartbeats(
+        &self,
+        request: Request<v1::FollowHeartbeatsRequest>,
+    ) -> Result<Response<Self::FollowHeartbeatsStream>, Status> {
+        let v1::FollowHeartbeatsRequest { session, period_ms } = request.into_inner();
+        if session != self.0.session {
+            return Err(Class::StaleEpoch.status(format!("session {session:x} of the worker has ended")));
+        }
+        if !HEARTBEAT_PERIODS_MS.contains(&period_ms) {
+            let (least, most) = (HEARTBEAT_PERIODS_MS.start(), HEARTBEAT_PERIODS_MS.end());
+            return Err(
+                Class::InvalidRequest.status(format!("period_ms: is {period_ms}, allowed are {least} to {most}"))
+            );
+        }
+        let mut interval = tokio::time::interval(Duration::from_millis(period_ms.into()));
+        interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let heartbeats = stream::unfold((Arc::clone(&self.0), interval), |(state, mut interval)| async move {
+            state.closing.run_until_cancelled(interval.tick()).await?;
+            Some((Ok(state.heartbeat()), (state, interval)))
+        });
+        Ok(Response::new(Box::pin(heartbeats)))
     }
 }
 

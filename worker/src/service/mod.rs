@@ -45,8 +45,12 @@ pub(crate) struct WorkerState {
     pub links: Arc<LinkListener>,
     pub replicas: Replicas,
     pub metrics: Arc<Metrics>,
+    /// Of this process, for coordinators that find it in etcd.
+    pub session: u64,
     /// One token for each running sequence.
     pub running: TaskTracker,
+    /// Fires when the service ends.
+    pub closing: CancellationToken,
     is_draining: AtomicBool,
     is_registered: AtomicBool,
 }
@@ -65,12 +69,17 @@ impl WorkerState {
         self.running.close();
     }
 
-    /// Whether the coordinator holds this worker's registration.
+    /// What it holds and how it does.
+    pub fn heartbeat(&self) -> v1::Heartbeat {
+        v1::Heartbeat { replicas: self.replicas.reports(), draining: self.is_draining() }
+    }
+
+    /// Whether the coordinator, or etcd, holds this worker's registration.
     pub fn is_registered(&self) -> bool {
         self.is_registered.load(Ordering::Relaxed)
     }
 
-    /// Notes whether the coordinator holds this worker's registration.
+    /// Notes whether the coordinator, or etcd, holds this worker's registration.
     pub fn set_registered(&self, is_registered: bool) {
         self.is_registered.store(is_registered, Ordering::Relaxed);
     }
@@ -102,23 +111,25 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> Result<()
         links,
         replicas: Replicas::default(),
         metrics: Arc::new(Metrics::new()?),
+        session: rand::random(),
         running: TaskTracker::new(),
+        closing: CancellationToken::new(),
         is_draining: AtomicBool::new(false),
         is_registered: AtomicBool::new(false),
     });
-    let stop_serving = CancellationToken::new();
+    let closing = state.closing.clone();
     // However this function is left, the tasks that it started end.
-    let _stop_guard = stop_serving.clone().drop_guard();
+    let _closing_guard = closing.clone().drop_guard();
     if let Some(tls) = tls.clone() {
-        tokio::spawn(stop_serving.clone().run_until_cancelled_owned(tls.watch()));
+        tokio::spawn(closing.clone().run_until_cancelled_owned(tls.watch()));
     }
     if let Some(tls) = http_tls.clone() {
-        tokio::spawn(stop_serving.clone().run_until_cancelled_owned(tls.watch()));
+        tokio::spawn(closing.clone().run_until_cancelled_owned(tls.watch()));
     }
     let incoming = Incoming::new(listener, Gate::Members(tls.clone()));
-    let mut server = tokio::spawn(serve(state.clone(), incoming, stop_serving.clone()));
+    let mut server = tokio::spawn(serve(state.clone(), incoming));
     let http_incoming = Incoming::new(http_listener, Gate::Http(http_tls));
-    let probes = lockstep_telemetry::http::serve(http_incoming, Arc::clone(&state) as _, stop_serving.clone());
+    let probes = lockstep_telemetry::http::serve(http_incoming, Arc::clone(&state) as _, closing.clone());
     let mut probes = tokio::spawn(probes);
     let mut registration = Registration::start(state.clone(), hello, tls)?;
 
@@ -132,7 +143,7 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> Result<()
         ended = &mut server => Err(server_error(ended)),
         ended = &mut probes => Err(server_error(ended)),
     };
-    stop_serving.cancel();
+    state.closing.cancel();
     let _ = tokio::time::timeout(CLOSE_TIMEOUT, &mut server).await;
     server.abort();
     probes.abort();
@@ -141,11 +152,8 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> Result<()
     outcome
 }
 
-async fn serve(
-    state: Arc<WorkerState>,
-    incoming: Incoming,
-    stop: CancellationToken,
-) -> Result<(), tonic::transport::Error> {
+async fn serve(state: Arc<WorkerState>, incoming: Incoming) -> Result<(), tonic::transport::Error> {
+    let closing = state.closing.clone();
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_serving::<WorkerServer<WorkerService>>().await;
     let service = WorkerServer::new(WorkerService(state))
@@ -155,7 +163,7 @@ async fn serve(
         .http2_keepalive_interval(Some(Duration::from_secs(5)))
         .add_service(health_service)
         .add_service(service)
-        .serve_with_incoming_shutdown(incoming.into_stream(), stop.cancelled_owned())
+        .serve_with_incoming_shutdown(incoming.into_stream(), closing.cancelled_owned())
         .await
 }
 

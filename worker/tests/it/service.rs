@@ -17,6 +17,7 @@ use lockstep_proto::{
 use lockstep_sharding::ShardPlan;
 use lockstep_worker::{
     WorkerConfig, WorkerError,
+    config::RegistryAddress,
     devices::{DeviceSelection, DeviceSettings},
 };
 use tokio::{sync::mpsc, task::JoinHandle};
@@ -92,7 +93,7 @@ fn config(coordinator: String) -> WorkerConfig {
         cluster_tls: None,
         allow_insecure: false,
         worker_id: "worker-0".to_owned(),
-        coordinator,
+        registry: RegistryAddress::Coordinator(coordinator),
         listen: any,
         rank_listen: any,
         http_listen: ([127, 0, 0, 1], 0).into(),

@@ -10,7 +10,10 @@ use lockstep_coordinator::{CoordinatorConfig, config::ModelSpec};
 use lockstep_sharding::PlanOptions;
 use serde::{Deserialize, Serialize};
 
-use super::{plan::parse_policy, worker::seconds};
+use super::{
+    plan::parse_policy,
+    worker::{etcd_settings, seconds},
+};
 use crate::{UsageError, settings, signals, tls};
 
 /// Run a coordinator: workers register with it, clients send it their requests.
@@ -24,6 +27,8 @@ Talk to it with any client of OpenAI's API:
 Serve other machines, with certificates for clients and workers:
   lockstep coordinator --tls-cert server.pem --tls-key server.key \\
       --cluster-ca ca.pem --cluster-cert member.pem --cluster-key member.key
+One of several coordinators of a cluster, each with its own clients:
+  lockstep coordinator --etcd http://etcd-a:2379,http://etcd-b:2379 --model /models/m.gguf
 Settings from a file and the environment:
   LOCKSTEP_GRPC_LISTEN=127.0.0.1:9070 lockstep coordinator --config lockstep.toml")]
 pub struct Args {
@@ -50,6 +55,16 @@ struct Settings {
     /// HTTP address: OpenAI API, status page, health, metrics [default: as --grpc-listen, port 7080]
     #[arg(long, env = "LOCKSTEP_HTTP_LISTEN", value_name = "ADDRESS:PORT")]
     http_listen: Option<SocketAddr>,
+    /// Name of this coordinator, unique in the cluster [default: coordinator-<random>]
+    #[arg(long, env = "LOCKSTEP_COORDINATOR_ID", value_name = "NAME")]
+    coordinator_id: Option<String>,
+    /// Members of etcd, which makes this one of several coordinators: workers are found and the plan is kept there. Needs a
+    /// build with etcd
+    #[arg(long, env = "LOCKSTEP_ETCD", value_name = "URL,...", value_delimiter = ',')]
+    etcd: Option<Vec<String>>,
+    /// What the cluster's keys in etcd begin with [default: /lockstep]
+    #[arg(long, env = "LOCKSTEP_ETCD_PREFIX", value_name = "/NAME")]
+    etcd_prefix: Option<String>,
     /// Model to serve: a path on the workers
     #[arg(long, env = "LOCKSTEP_MODEL", value_name = "PATH")]
     model: Option<String>,
@@ -194,6 +209,10 @@ impl Settings {
         Ok(CoordinatorConfig {
             grpc_listen,
             http_listen: self.http_listen.unwrap_or_else(|| SocketAddr::new(grpc_listen.ip(), 7080)),
+            coordinator_id: self
+                .coordinator_id
+                .unwrap_or_else(|| format!("coordinator-{:08x}", uuid::Uuid::new_v4().as_fields().0)),
+            etcd: etcd_settings(self.etcd.as_deref(), self.etcd_prefix.as_deref())?,
             model,
             plan_options: PlanOptions {
                 block_size: self.block_size.unwrap_or(options.block_size),

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use lockstep_coordinator::api::status;
 use lockstep_proto::v1::{
-    DeviceStatus, EngineStatus, GetClusterRequest, GetClusterResponse, RankStatus, ReplicaStatus,
+    DeviceStatus, EngineStatus, GetClusterRequest, GetClusterResponse, RankStatus, RegistryStatus, ReplicaStatus,
 };
 use lockstep_sharding::format_bytes;
 
@@ -72,7 +72,7 @@ fn render(cluster: &GetClusterResponse) -> String {
             ]);
         }
     }
-    let mut text = workers.render();
+    let mut text = cluster.registry.as_ref().map_or_else(String::new, render_registry) + &workers.render();
     for model in &cluster.models {
         text += &format!("\nmodel {} (plan {}, {})\n", model.name, model.plan_epoch, model.source);
         if !model.problem.is_empty() {
@@ -81,6 +81,21 @@ fn render(cluster: &GetClusterResponse) -> String {
         text += &render_replicas(&model.replicas);
     }
     text
+}
+
+fn render_registry(registry: &RegistryStatus) -> String {
+    let RegistryStatus { coordinator_id, leader_id, endpoint, problem, away_ms } = registry;
+    let leader = match leader_id.as_str() {
+        "" => "nobody plans",
+        id if id == coordinator_id => "this one plans",
+        id => &format!("{id} plans"),
+    };
+    if problem.is_empty() {
+        format!("coordinator {coordinator_id}, {leader}, etcd at {endpoint}\n\n")
+    } else {
+        let away = away_ms / 1e3;
+        format!("coordinator {coordinator_id}\netcd is away for {away:.0} s, nothing is planned: {problem}\n\n")
+    }
 }
 
 fn render_replicas(replicas: &[ReplicaStatus]) -> String {

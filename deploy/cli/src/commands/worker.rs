@@ -2,9 +2,11 @@
 
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
+use lockstep_etcd::EtcdSettings;
 use lockstep_sharding::Dtype;
 use lockstep_worker::{
     WorkerConfig,
+    config::RegistryAddress,
     devices::{DeviceSelection, DeviceSettings},
 };
 use serde::{Deserialize, Serialize};
@@ -19,6 +21,8 @@ Offer this machine's processor to the coordinator on host-a:
       --cluster-ca ca.pem --cluster-cert member.pem --cluster-key member.key
 Two GPUs, a rank each:
   lockstep worker --device cuda:0,cuda:1
+One of a cluster with several coordinators, which find it in etcd:
+  lockstep worker --etcd http://etcd-a:2379,http://etcd-b:2379 --advertise-host host-b
 Two devices of four threads each, settings from a file:
   lockstep worker --config lockstep.toml --device cpu --num-devices 2 --threads-per-device 4")]
 pub struct Args {
@@ -45,6 +49,12 @@ struct Settings {
     /// gRPC address of the coordinator [default: 127.0.0.1:7070]
     #[arg(long, env = "LOCKSTEP_COORDINATOR", value_name = "HOST:PORT")]
     coordinator: Option<String>,
+    /// Members of etcd, in which the worker registers instead: for several coordinators. Needs a build with etcd
+    #[arg(long, env = "LOCKSTEP_ETCD", value_name = "URL,...", value_delimiter = ',', conflicts_with = "coordinator")]
+    etcd: Option<Vec<String>>,
+    /// What the cluster's keys in etcd begin with [default: /lockstep]
+    #[arg(long, env = "LOCKSTEP_ETCD_PREFIX", value_name = "/NAME")]
+    etcd_prefix: Option<String>,
     /// Host name or address under which the coordinator and other workers reach this worker [default: 127.0.0.1]
     #[arg(long, env = "LOCKSTEP_ADVERTISE_HOST", value_name = "HOST")]
     advertise_host: Option<String>,
@@ -136,6 +146,12 @@ pub fn is_on(name: &str, value: &str) -> Result<bool, UsageError> {
     }
 }
 
+/// What `--etcd` and `--etcd-prefix` name; `None` without the first.
+pub fn etcd_settings(endpoints: Option<&[String]>, prefix: Option<&str>) -> Result<Option<EtcdSettings>, UsageError> {
+    let settings = endpoints.map(|endpoints| EtcdSettings::new(endpoints, prefix.unwrap_or("/lockstep")));
+    settings.transpose().map_err(|problem| UsageError(format!("etcd: {problem}")))
+}
+
 /// The devices that `--device` names; without it they are chosen.
 pub fn device_selection(text: Option<&str>) -> Result<DeviceSelection, UsageError> {
     text.map_or(Ok(DeviceSelection::Auto), |text| {
@@ -155,7 +171,15 @@ impl Settings {
         let listen = self.listen.unwrap_or_else(|| SocketAddr::from((any_port, 0)));
         Ok(WorkerConfig {
             worker_id: self.worker_id.unwrap_or_else(|| format!("worker-{:08x}", uuid::Uuid::new_v4().as_fields().0)),
-            coordinator: self.coordinator.unwrap_or_else(|| String::from("127.0.0.1:7070")),
+            registry: match etcd_settings(self.etcd.as_deref(), self.etcd_prefix.as_deref())? {
+                Some(_) if self.coordinator.is_some() => {
+                    return Err(UsageError(String::from("coordinator and etcd are both given, one of them is needed")));
+                }
+                Some(settings) => RegistryAddress::Etcd(settings),
+                None => {
+                    RegistryAddress::Coordinator(self.coordinator.unwrap_or_else(|| String::from("127.0.0.1:7070")))
+                }
+            },
             listen,
             rank_listen: self.rank_listen.unwrap_or_else(|| SocketAddr::new(listen.ip(), 0)),
             http_listen: self.http_listen.unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 0))),
