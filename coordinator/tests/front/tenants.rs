@@ -176,7 +176,7 @@ async fn a_tenant_is_known_to_workers_and_counted() {
     assert_eq!((&*sequence.tenant, sequence.weight, sequence.is_isolated), ("b", 1, false));
     assert_eq!(complete(&coordinator, "stranger", 5).await.status, 401);
     let expected = [
-        "tenant_requests_total{tenant=\"a\",outcome=\"length\"} 1",
+        "tenant_requests_total{outcome=\"length\",tenant=\"a\"} 1",
         "tenant_prompt_tokens_total{tenant=\"a\"} 2",
         "tenant_completion_tokens_total{tenant=\"b\"} 3",
         "tenant_queue_seconds_count{tenant=\"a\"} 1",
