@@ -143,8 +143,8 @@ impl Intake {
             ..Default::default()
         };
         let span = Span::current();
-        span::describe(&span, &sequence);
         permit.entry.tenant().mark(&mut sequence);
+        span::describe(&span, &sequence);
         let metrics = Arc::clone(&self.metrics);
         let failover =
             Failover { router: self.router.clone(), timeout: self.failover_timeout, metrics: Arc::clone(&metrics) };
