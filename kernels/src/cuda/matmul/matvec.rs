@@ -227,7 +227,8 @@ mod tests {
     fn no_multiprocessor_has_room_for_more_than_its_share() {
         for limits in limits_of_every_kind() {
             let all = limits.max_shared_bytes as usize + RESERVED_BYTES;
-            for num_blocks in [1_usize, 128, 132, 133, 448, 1024, 4000] {
+            // No multiprocessor has the threads for more than 16 blocks.
+            for num_blocks in [1_usize, 128, 132, 133, 448, 1024, 2112] {
                 let each = num_blocks.div_ceil(limits.num_multiprocessors as usize);
                 let bytes = fair_bytes(&limits, num_blocks) + RESERVED_BYTES;
                 assert!(each * bytes <= all && (each + 1) * bytes > all, "{limits:?} {num_blocks}: {bytes}");
