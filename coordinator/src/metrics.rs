@@ -22,7 +22,7 @@ use crate::{
     cluster::{PlanStore, Workers, store},
     router::Router,
     security::Security,
-    served::{ReplicaState, ServedModel},
+    served::{Replica, ReplicaState, ServedModel},
     tenants::{Tenant, Tenants, tenant::TenantUse},
 };
 
@@ -89,7 +89,7 @@ define_metrics! {
         plan_epoch: Gauges = "lockstep_coordinator_plan_epoch" ["model"],
             "Version of the plan that is carried out";
         replicas: Gauges = "lockstep_coordinator_replicas" ["model", "state"],
-            "Replicas of the present plan by state: loading, ready, draining, broken";
+            "Replicas of the present plan by state: loading, ready, stalled, draining, broken";
         outstanding_tokens: Gauges = "lockstep_coordinator_outstanding_tokens" ["model", "replica"],
             "Tokens that a replica may still have to compute for the requests that it was given";
         engine_waiting: Gauges = "lockstep_coordinator_engine_waiting_sequences" ["model", "replica"],
@@ -200,7 +200,7 @@ impl Metrics {
     fn describe(&self, name: &str, model: &ServedModel, live: &Workers) {
         self.plan_epoch.with_label_values(&[name]).set(model.plan_epoch as f64);
         for state in STATES {
-            let num_replicas = model.replicas.iter().filter(|replica| word(&replica.state()) == state).count();
+            let num_replicas = model.replicas.iter().filter(|replica| word(replica) == state).count();
             self.replicas.with_label_values(&[name, state]).set(num_replicas as f64);
         }
         for replica in &model.replicas {
@@ -228,12 +228,13 @@ pub struct TenantMetrics {
 }
 
 /// Every [`word`].
-const STATES: [&str; 4] = ["loading", "ready", "draining", "broken"];
+const STATES: [&str; 5] = ["loading", "ready", "stalled", "draining", "broken"];
 
 /// A replica's state as a label.
-fn word(state: &ReplicaState) -> &'static str {
-    match state {
+fn word(replica: &Replica) -> &'static str {
+    match replica.state() {
         ReplicaState::Loading => "loading",
+        ReplicaState::Ready if replica.is_stalled() => "stalled",
         ReplicaState::Ready => "ready",
         ReplicaState::Draining => "draining",
         ReplicaState::Broken(_) => "broken",

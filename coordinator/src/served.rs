@@ -7,7 +7,7 @@ use std::{
     fmt,
     sync::{
         Arc, OnceLock,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
@@ -71,7 +71,13 @@ impl ServedModel {
 
     /// Why no replica takes requests.
     pub fn explain(&self) -> Problem {
-        let progress = if self.replicas.is_empty() { "it is being planned" } else { "it is being loaded" };
+        let progress = if self.replicas.is_empty() {
+            "it is being planned"
+        } else if self.replicas.iter().any(|replica| replica.is_stalled()) {
+            "its replicas do not answer at present"
+        } else {
+            "it is being loaded"
+        };
         self.problem.clone().unwrap_or_else(|| Problem::new(progress, progress))
     }
 }
@@ -196,6 +202,8 @@ pub struct Replica {
     state: watch::Sender<ReplicaState>,
     ready_at: OnceLock<Instant>,
     draining_at: OnceLock<Instant>,
+    is_leaving: AtomicBool,
+    is_stalled: AtomicBool,
     outstanding_tokens: AtomicU64,
     num_requests: AtomicU64,
     /// All that it was ever charged with, to take turns by.
@@ -225,6 +233,8 @@ impl Replica {
             state: watch::Sender::new(ReplicaState::Loading),
             ready_at: OnceLock::new(),
             draining_at: OnceLock::new(),
+            is_leaving: AtomicBool::new(false),
+            is_stalled: AtomicBool::new(false),
             outstanding_tokens: AtomicU64::new(0),
             num_requests: AtomicU64::new(0),
             charged_tokens: AtomicU64::new(0),
@@ -244,7 +254,30 @@ impl Replica {
 
     /// Whether it takes requests.
     pub fn is_ready(&self) -> bool {
-        *self.state.borrow() == ReplicaState::Ready
+        *self.state.borrow() == ReplicaState::Ready && !self.is_stalled()
+    }
+
+    /// Whether its steps do not come back at present.
+    pub fn is_stalled(&self) -> bool {
+        self.is_stalled.load(Ordering::Relaxed)
+    }
+
+    /// Notes what its leader says of its steps.
+    pub fn set_stalled(&self, is_stalled: bool) {
+        if self.is_stalled.swap(is_stalled, Ordering::Relaxed) != is_stalled {
+            let Self { model, plan_epoch, index, .. } = self;
+            tracing::warn!(model, plan_epoch, replica = index, is_stalled, "a replica's steps stopped or went on");
+        }
+    }
+
+    /// Whether one of its workers drains: another replica has to take its place.
+    pub fn is_leaving(&self) -> bool {
+        self.is_leaving.load(Ordering::Relaxed)
+    }
+
+    /// Notes that one of its workers drains.
+    pub fn leave(&self) {
+        self.is_leaving.store(true, Ordering::Relaxed);
     }
 
     /// Whether it holds devices: everything but broken.

@@ -107,6 +107,14 @@ impl Cluster {
         Self::start_in(layout, &environment::model()?, &of_members(files)?, &[])
     }
 
+    /// One whose processes get these variables.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub fn start_with_environment(layout: Layout, variables: &[(&str, &Path)]) -> anyhow::Result<Self> {
+        Self::start_in(layout, &environment::model()?, variables, &[])
+    }
+
     /// One whose processes are given further arguments.
     ///
     /// # Errors

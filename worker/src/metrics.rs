@@ -35,11 +35,11 @@ define_metrics! {
         registered: Gauge = "lockstep_worker_registered",
             "1 while the coordinator holds the registration, else 0";
         draining: Gauge = "lockstep_worker_draining",
-            "1 while new work is refused, else 0";
+            "1 from the order to stop on, else 0";
         certificate_expiry: Gauges = "lockstep_worker_certificate_expiry_timestamp_seconds" ["certificate"],
             "Unix time at which the certificate in force expires, where there is one: cluster";
         replica_parts: Gauges = "lockstep_worker_replica_parts" ["state"],
-            "Parts of replicas held here by state: loading, ready, broken, freeing";
+            "Parts of replicas held here by state: loading, ready, stalled, broken, freeing";
         loads: Counters = "lockstep_worker_loads_total" ["model", "outcome"],
             "Loads of parts that ended, by outcome: ready, failed";
         load_seconds: Histograms = "lockstep_worker_load_seconds" ["model"] in LOAD_BUCKETS,

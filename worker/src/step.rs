@@ -42,7 +42,29 @@ pub struct StepSequence {
     pub sample: Option<SampleRow>,
 }
 
+/// Id of the only sequence of a canary. Engines count up from 0 and do not get there.
+const CANARY_SEQUENCE: u64 = u64::MAX;
+
 impl StepPlan {
+    /// A step that tries the ranks while they have nothing to do: one token, alone in a block that nobody refers to. It is
+    /// given, sent and answered as every other, but passes only the first layer of each stage and samples nothing: so
+    /// each device, each thread and each link has its part, at a small part of the cost.
+    pub fn canary(step_id: u64, block: u32) -> Self {
+        let sequence = StepSequence {
+            sequence_id: CANARY_SEQUENCE,
+            first_position: 0,
+            token_ids: vec![0],
+            block_table: vec![block],
+            sample: None,
+        };
+        Self { step_id, sequences: vec![sequence], trace: None }
+    }
+
+    /// Whether it is one of [`Self::canary`].
+    pub fn is_canary(&self) -> bool {
+        self.sequences.first().is_some_and(|sequence| sequence.sequence_id == CANARY_SEQUENCE)
+    }
+
     /// Tokens of the step.
     pub fn num_tokens(&self) -> usize {
         self.sequences.iter().map(|sequence| sequence.token_ids.len()).sum()

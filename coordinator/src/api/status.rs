@@ -2,9 +2,10 @@
 
 use lockstep_proto::v1;
 use serde_json::{Value, json};
+use tokio::time::Instant;
 
 use crate::{
-    cluster::{PlanStore, Workers, store},
+    cluster::{PlanStore, WorkerRecord, Workers, store},
     served::{ModelTable, Replica, ReplicaState, ServedModel},
 };
 
@@ -17,9 +18,20 @@ pub fn cluster(live: &Workers, models: &ModelTable, store: Option<&dyn PlanStore
         devices: record.hello.devices.iter().map(device_status).collect(),
         draining: record.draining,
         heartbeat_age_ms: record.last_heartbeat.elapsed().as_secs_f64() * 1e3,
+        drain_left_ms: record
+            .drain_deadline()
+            .map_or(0.0, |deadline| deadline.saturating_duration_since(Instant::now()).as_secs_f64() * 1e3),
+        num_requests: num_requests(record, models),
     });
     let models = models.values().map(|model| model_status(model, live));
     v1::GetClusterResponse { workers: workers.collect(), models: models.collect(), registry: store.map(store::status) }
+}
+
+/// Requests that run on replicas with a part on a worker.
+fn num_requests(record: &WorkerRecord, models: &ModelTable) -> u64 {
+    let replicas = models.values().flat_map(|model| &model.replicas);
+    let on_it = replicas.filter(|replica| replica.uses(&record.hello.worker_id, record.session));
+    on_it.map(|replica| replica.num_requests()).sum()
 }
 
 fn device_status(device: &v1::WorkerDevice) -> v1::DeviceStatus {
@@ -40,6 +52,10 @@ fn model_status(model: &ServedModel, live: &Workers) -> v1::ModelStatus {
 fn replica_status(replica: &Replica, live: &Workers) -> v1::ReplicaStatus {
     let (state, problem) = match replica.state() {
         ReplicaState::Loading => (v1::ReplicaState::Loading, String::new()),
+        ReplicaState::Ready if replica.is_stalled() => {
+            let stall = report(replica, live).map_or_else(String::new, |report| report.stall.clone());
+            (v1::ReplicaState::Stalled, stall)
+        }
         ReplicaState::Ready => (v1::ReplicaState::Ready, String::new()),
         ReplicaState::Draining => (v1::ReplicaState::Draining, String::new()),
         ReplicaState::Broken(breakage) => (v1::ReplicaState::Broken, breakage.detail),
@@ -72,9 +88,14 @@ fn replica_status(replica: &Replica, live: &Workers) -> v1::ReplicaStatus {
 
 /// The engine's numbers as the replica's leader last reported them.
 pub fn engine_status(replica: &Replica, live: &Workers) -> Option<v1::EngineStatus> {
+    report(replica, live)?.engine
+}
+
+/// What the leader last reported of a replica.
+fn report<'a>(replica: &Replica, live: &'a Workers) -> Option<&'a v1::ReplicaReport> {
     let leader = replica.members.first()?;
     let record = live.get(&leader.worker_id).filter(|record| record.session == leader.session)?;
-    record.replicas.iter().find(|report| replica.is_meant_by(report))?.engine
+    record.replicas.iter().find(|report| replica.is_meant_by(report))
 }
 
 /// The same as JSON, with the names of the wire contract.
@@ -87,7 +108,8 @@ pub fn to_json(cluster: &v1::GetClusterResponse) -> Value {
         json!({
             "worker_id": worker.worker_id, "address": worker.address, "host": worker.host,
             "devices": devices.collect::<Vec<_>>(), "draining": worker.draining,
-            "heartbeat_age_ms": worker.heartbeat_age_ms,
+            "heartbeat_age_ms": worker.heartbeat_age_ms, "drain_left_ms": worker.drain_left_ms,
+            "num_requests": worker.num_requests,
         })
     });
     let models = cluster.models.iter().map(|model| {
@@ -124,6 +146,7 @@ fn replica_json(replica: &v1::ReplicaStatus) -> Value {
             "decode_tokens_per_second": engine.decode_tokens_per_second,
             "num_preemptions": engine.num_preemptions,
             "prefix_query_tokens": engine.prefix_query_tokens, "prefix_hit_tokens": engine.prefix_hit_tokens,
+            "last_step_age_ms": engine.last_step_age_ms,
         })
     });
     json!({

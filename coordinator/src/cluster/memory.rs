@@ -7,6 +7,7 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
+    time::Duration,
 };
 
 use lockstep_proto::v1;
@@ -48,6 +49,7 @@ impl MemoryRegistry {
             session: self.next_session.fetch_add(1, Ordering::Relaxed),
             last_heartbeat: Instant::now(),
             draining: false,
+            drain_left: Duration::ZERO,
             has_reported: false,
             replicas: Vec::new(),
         };
@@ -70,6 +72,7 @@ impl Lease {
                 let record = Arc::make_mut(record);
                 record.last_heartbeat = Instant::now();
                 record.draining = heartbeat.draining;
+                record.drain_left = Duration::from_millis(heartbeat.drain_left_ms);
                 record.has_reported = true;
                 record.replicas = heartbeat.replicas;
             }
@@ -110,9 +113,9 @@ mod tests {
     fn heartbeats_show_in_the_record() {
         let registry = MemoryRegistry::default();
         let lease = registry.register(hello("w0")).unwrap();
-        lease.renew(v1::Heartbeat { replicas: vec![Default::default()], draining: true });
+        lease.renew(v1::Heartbeat { replicas: vec![Default::default()], draining: true, drain_left_ms: 700 });
         let workers = registry.watch();
-        assert!(workers.borrow()["w0"].draining);
+        assert!(workers.borrow()["w0"].drain_deadline().is_some_and(|deadline| deadline > Instant::now()));
         assert_eq!(workers.borrow()["w0"].replicas.len(), 1);
     }
 }

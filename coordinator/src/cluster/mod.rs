@@ -14,7 +14,7 @@ pub use etcd::EtcdRegistry;
 pub use memory::MemoryRegistry;
 pub use store::PlanStore;
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use lockstep_proto::v1;
 use tokio::{sync::watch, time::Instant};
@@ -28,12 +28,21 @@ pub struct WorkerRecord {
     pub session: u64,
     /// When it was last heard of.
     pub last_heartbeat: Instant,
-    /// It takes no new work.
+    /// It is to be relieved of its parts.
     pub draining: bool,
+    /// If so: how long, from its last heartbeat on, sequences may run on it.
+    pub drain_left: Duration,
     /// Its first heartbeat has come: only from then on is it known what it holds.
     pub has_reported: bool,
     /// The replica parts that it holds.
     pub replicas: Vec<v1::ReplicaReport>,
+}
+
+impl WorkerRecord {
+    /// When what runs on it has to go on elsewhere; `None` if it does not drain.
+    pub fn drain_deadline(&self) -> Option<Instant> {
+        self.draining.then(|| self.last_heartbeat + self.drain_left)
+    }
 }
 
 /// Live workers by id.

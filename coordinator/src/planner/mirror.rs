@@ -69,7 +69,10 @@ impl Reconciler {
             for replica in model.replicas.iter().filter(|replica| replica.is_ready()) {
                 let leaves =
                     |member: &Member| self.workers.get(&member.worker_id).is_some_and(|known| known.is_draining);
-                if !is_desired || replica.members.iter().any(leaves) {
+                if replica.members.iter().any(leaves) {
+                    replica.leave();
+                }
+                if !is_desired || (replica.is_leaving() && !model.holds_out()) {
                     replica.advance(ReplicaState::Draining);
                 }
             }

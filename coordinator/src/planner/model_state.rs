@@ -88,9 +88,18 @@ impl ModelState {
         }
     }
 
-    /// Replicas that hold devices.
-    pub fn num_live(&self) -> usize {
-        self.replicas.iter().filter(|replica| replica.is_live()).count()
+    /// Replicas that hold devices and are not about to give them up.
+    pub fn num_staying(&self) -> usize {
+        self.staying().count()
+    }
+
+    fn staying(&self) -> impl Iterator<Item = &Arc<Replica>> {
+        self.replicas.iter().filter(|replica| replica.is_live() && !replica.is_leaving())
+    }
+
+    /// Whether a replica that leaves may go on taking requests: it is the last that does, and another one is on its way.
+    pub fn holds_out(&self) -> bool {
+        self.problem.is_none() && !self.staying().any(|replica| replica.is_ready())
     }
 
     /// Replicas that take requests.
@@ -100,7 +109,7 @@ impl ModelState {
 
     /// Whether a new attempt to describe or plan should start now.
     pub fn needs_attempt(&self, now: Instant) -> bool {
-        let is_short = self.num_live() < self.wanted_replicas.unwrap_or(1);
+        let is_short = self.num_staying() < self.wanted_replicas.unwrap_or(1);
         self.needs_description(now) || (self.may_try(now) && is_short)
     }
 
@@ -115,9 +124,9 @@ impl ModelState {
 
     /// The policy for what is missing.
     pub fn missing_policy(&self) -> Policy {
-        match (self.num_live(), self.wanted_replicas) {
-            (live, Some(wanted)) if live > 0 => {
-                Policy { replicas: Some(wanted - live.min(wanted)), ..self.spec.policy }
+        match (self.num_staying(), self.wanted_replicas) {
+            (staying, Some(wanted)) if staying > 0 => {
+                Policy { replicas: Some(wanted - staying.min(wanted)), ..self.spec.policy }
             }
             _ => self.spec.policy,
         }
@@ -171,9 +180,8 @@ impl ModelState {
 
     /// Forgets the problem if every wanted replica serves. Failed attempts count until one has served for a while.
     pub fn note_progress(&mut self) {
-        let num_ready = self.num_ready();
-        self.has_served |= num_ready > 0;
-        if num_ready >= self.wanted_replicas.unwrap_or(1) {
+        self.has_served |= self.num_ready() > 0;
+        if self.staying().filter(|replica| replica.is_ready()).count() >= self.wanted_replicas.unwrap_or(1) {
             self.problem = None;
             self.last_break = None;
             self.retry_at = None;

@@ -31,7 +31,7 @@ use super::{
 };
 use crate::{
     cluster::{PlanStore, Workers, store::StoreError},
-    served::{BreakCause, ModelDescription, ModelTable, Replica, ReplicaState},
+    served::{BreakCause, Member, ModelDescription, ModelTable, Replica, ReplicaState},
 };
 
 /// How often waits (backoff, draining) are looked at.
@@ -221,24 +221,32 @@ impl Reconciler {
         }
     }
 
-    /// Stops admission to replicas that must go, and lets go of those that have finished.
+    /// Stops admission to replicas that must go, and lets go of those that have finished. One of a draining worker goes on
+    /// as before for as long as it is the last and another one is planned or loaded; at the worker's deadline what still
+    /// runs goes on elsewhere.
     fn drain_replicas(&mut self, live: &Workers, now: Instant) {
         for model in self.models.values() {
-            let is_overdue = model.removal.as_ref().is_some_and(|removal| removal.deadline <= now);
             for replica in &model.replicas {
                 let leaves = replica
                     .members
                     .iter()
                     .find(|member| self.workers.get(&member.worker_id).is_some_and(|known| known.is_draining));
-                let broken = match (&model.removal, leaves) {
-                    (Some(_), _) => ReplicaState::broken(BreakCause::Unloaded, "the model was unloaded"),
-                    (None, Some(member)) => {
-                        let detail = format!("worker {} was drained", member.worker_id);
-                        ReplicaState::broken(BreakCause::WorkerDrained, detail)
+                let (broken, deadline, holds_out) = match (&model.removal, leaves) {
+                    (Some(removal), _) => {
+                        let broken = ReplicaState::broken(BreakCause::Unloaded, "the model was unloaded");
+                        (broken, Some(removal.deadline), false)
+                    }
+                    (None, Some(Member { worker_id, .. })) => {
+                        replica.leave();
+                        let detail = format!("worker {worker_id} was drained");
+                        let deadline = live.get(worker_id).and_then(|record| record.drain_deadline());
+                        (ReplicaState::broken(BreakCause::WorkerDrained, detail), deadline, model.holds_out())
                     }
                     (None, None) => continue,
                 };
+                let is_overdue = deadline.is_some_and(|deadline| deadline <= now);
                 match replica.state() {
+                    ReplicaState::Ready if holds_out && !is_overdue => {}
                     ReplicaState::Ready => drop(replica.advance(ReplicaState::Draining)),
                     ReplicaState::Draining if self.is_idle(replica, live) || is_overdue => {
                         replica.advance(broken);
@@ -329,7 +337,7 @@ impl Reconciler {
             let usable = || self.workers.iter().filter(|(_, known)| known.has_reported && !known.is_draining);
             let num_usable = usable().count();
             let Some(model) = self.models.get(&name) else { continue };
-            let needed = if model.num_live() == 0 { model.spec.min_workers.max(1) } else { 1 };
+            let needed = if model.num_staying() == 0 { model.spec.min_workers.max(1) } else { 1 };
             if num_usable < needed {
                 self.note(&name, |model| model.note_waiting_for_workers(num_usable, needed));
                 continue;

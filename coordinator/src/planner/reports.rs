@@ -14,14 +14,19 @@ use crate::{
 /// After a replica became ready, so long a heartbeat that does not list it may be older than its load.
 const REPORT_GRACE: Duration = Duration::from_secs(1);
 
-/// Breaks replicas that one of their workers calls broken or does not hold.
+/// Breaks replicas that one of their workers calls broken or does not hold; notes which ones are stalled.
 pub fn break_reported(models: &BTreeMap<String, ModelState>, live: &Workers) {
     for replica in models.values().flat_map(|model| &model.replicas) {
-        for Member { worker_id, session } in &replica.members {
+        for (index, Member { worker_id, session }) in replica.members.iter().enumerate() {
             let Some(record) = live.get(worker_id).filter(|record| record.session == *session) else { continue };
             let is_overdue = replica.ready_at().is_some_and(|ready| record.last_heartbeat > ready + REPORT_GRACE);
             let problem = match record.replicas.iter().find(|report| replica.is_meant_by(report)) {
                 Some(report) if !report.problem.is_empty() => report.problem.as_str(),
+                // The leader comes first.
+                Some(report) if index == 0 => {
+                    replica.set_stalled(!report.stall.is_empty());
+                    continue;
+                }
                 None if is_overdue => "it does not hold its part any more",
                 _ => continue,
             };

@@ -38,6 +38,8 @@ use tonic::{
 };
 
 /// Context of the stub's model, tokens.
+pub const MODEL_TOKENS: usize = 1 << 18;
+/// Longest sequence that [`config`] has served, tokens.
 pub const MAX_TOKENS: usize = 512;
 /// Model name in the tests.
 pub const MODEL: &str = "stub-model";
@@ -62,6 +64,10 @@ pub struct StubState {
     pub refusal: Mutex<Option<Class>>,
     /// Why its replica part is broken, for the next heartbeat.
     pub problem: Mutex<String>,
+    /// Why its steps do not come back, for the next heartbeat.
+    pub stall: Mutex<String>,
+    /// It drains, and how much time it says is left.
+    pub drain_left: Mutex<Option<Duration>>,
     /// Heartbeats are sent.
     pub is_beating: Mutex<bool>,
     /// Sequences dropped by the coordinator before they were finished.
@@ -70,6 +76,8 @@ pub struct StubState {
     pub num_running: AtomicUsize,
     /// Requests of UnloadReplica.
     pub unloads: Mutex<Vec<v1::UnloadReplicaRequest>>,
+    /// How long a load takes.
+    pub load_delay: Mutex<Duration>,
     /// Loads fail.
     pub refuses_loads: Mutex<bool>,
     /// Unloads fail.
@@ -99,10 +107,13 @@ impl Default for StubState {
             is_poisoned: Mutex::default(),
             refusal: Mutex::default(),
             problem: Mutex::default(),
+            stall: Mutex::default(),
+            drain_left: Mutex::default(),
             is_beating: Mutex::new(true),
             num_cancelled: AtomicUsize::default(),
             num_running: AtomicUsize::default(),
             unloads: Mutex::default(),
+            load_delay: Mutex::default(),
             refuses_loads: Mutex::default(),
             refuses_unloads: Mutex::default(),
             held: Mutex::default(),
@@ -125,6 +136,7 @@ impl StubState {
             plan_epoch: part.plan_epoch,
             replica: part.replica,
             problem: problem.clone(),
+            stall: self.stall.lock().unwrap().clone(),
             engine: Some(v1::EngineStatus {
                 num_kv_blocks: 16,
                 num_free_kv_blocks: 12,
@@ -132,7 +144,12 @@ impl StubState {
                 ..Default::default()
             }),
         });
-        v1::Heartbeat { replicas: replicas.collect(), draining: false }
+        let drain_left = *self.drain_left.lock().unwrap();
+        v1::Heartbeat {
+            replicas: replicas.collect(),
+            draining: drain_left.is_some(),
+            drain_left_ms: drain_left.map_or(0, |left| left.as_millis() as u64),
+        }
     }
 }
 
@@ -174,6 +191,8 @@ impl Worker for StubService {
             return Err(Class::Internal.status("no memory"));
         }
         self.0.held.lock().unwrap().push(v1::UnloadReplicaRequest { model, plan_epoch, replica });
+        let delay = *self.0.load_delay.lock().unwrap();
+        tokio::time::sleep(delay).await;
         let steps = [(50, false), (100, true)];
         let messages =
             steps.map(|(loaded_bytes, ready)| Ok(v1::LoadReplicaProgress { loaded_bytes, total_bytes: 100, ready }));
@@ -438,7 +457,7 @@ pub fn config(policy: &str, min_workers: usize) -> CoordinatorConfig {
             policy: policy.parse().unwrap(),
             min_workers,
         }),
-        plan_options: PlanOptions::default(),
+        plan_options: PlanOptions { max_sequence_tokens: Some(MAX_TOKENS), ..PlanOptions::default() },
         lease: Duration::from_millis(600),
         max_concurrent_requests: 64,
         failover_timeout: Duration::from_secs(5),

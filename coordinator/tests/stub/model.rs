@@ -3,7 +3,7 @@
 use lockstep_sharding::ModelShape;
 use serde_json::json;
 
-use super::MAX_TOKENS;
+use super::MODEL_TOKENS;
 
 /// Two layers, two heads, a vocabulary of all bytes.
 pub fn shape() -> ModelShape {
@@ -21,7 +21,7 @@ pub fn shape() -> ModelShape {
     serde_json::from_value(json!({
         "architecture": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256,
-        "max_position_embeddings": MAX_TOKENS, "tensors": tensors,
+        "max_position_embeddings": MODEL_TOKENS, "tensors": tensors,
     }))
     .unwrap()
 }

@@ -17,6 +17,7 @@ mod openai;
 mod oracle;
 mod prefix_cache;
 mod prompts;
+mod rolling_restart;
 mod security;
 mod sharded_parity;
 mod smoke;

@@ -289,6 +289,19 @@ impl Engine {
         Some(plan)
     }
 
+    /// A step that tries the ranks, or `None` if there is other work. Its block stays free: steps are executed in order, so
+    /// whoever is given it next writes it later.
+    pub fn canary(&mut self, now: Instant) -> Option<StepPlan> {
+        if !self.is_idle() {
+            return None;
+        }
+        let plan = StepPlan::canary(self.next_step_id, self.scheduler.scratch_block()?);
+        self.next_step_id += 1;
+        let (step_id, sequences) = (plan.step_id, Vec::new());
+        self.in_flight.push_back(StepInFlight { step_id, started: now, num_prefill_tokens: 0, sequences });
+        Some(plan)
+    }
+
     /// Takes the result of the oldest step in flight and returns what its sequences yield.
     ///
     /// A result of another step or with too few candidates ends the sequences concerned with [`FinishReason::Error`].

@@ -120,6 +120,15 @@ impl Scheduler {
         &self.blocks
     }
 
+    /// A free block, which loses its contents.
+    pub(super) fn scratch_block(&mut self) -> Option<u32> {
+        let mut blocks = Vec::new();
+        self.blocks.grow(&mut blocks, 1);
+        let block = blocks.first().copied();
+        self.blocks.release(&mut blocks);
+        block
+    }
+
     /// Names that blocks were given or lost since this was last asked.
     pub(super) fn take_prefix_changes(&mut self) -> PrefixChanges {
         self.blocks.take_changes()

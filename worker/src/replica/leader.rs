@@ -18,6 +18,7 @@ use tokio::sync::{broadcast, mpsc, oneshot};
 use super::{
     ReplicaSpec,
     health::Health,
+    pulse::{GIVE_UP, Heart, Pulse},
     rank_thread::{RankMessage, RankResult},
     receive::receive,
     step_results::StepResults,
@@ -32,8 +33,8 @@ use crate::{
     step::StepPlan,
 };
 
-/// How often an idle engine refreshes its numbers.
-const IDLE_STATUS_INTERVAL: Duration = Duration::from_secs(1);
+/// Least time for which the engine's thread sleeps if nothing wakes it.
+const LEAST_WAIT: Duration = Duration::from_millis(100);
 
 /// Changes of the prefixes that wait for a slow follower, one a step; then he is cut off.
 const PREFIX_CHANGES: usize = 256;
@@ -77,6 +78,7 @@ pub(super) fn inbox(spec: &ReplicaSpec) -> (SyncSender<Event>, Receiver<Event>) 
 pub struct LeaderHandle {
     inbox: SyncSender<Event>,
     status: Arc<Mutex<EngineStatus>>,
+    pulse: Pulse,
     health: Health,
     max_waiting_sequences: usize,
     is_prefix_caching: bool,
@@ -142,6 +144,21 @@ impl LeaderHandle {
     pub fn status(&self) -> EngineStatus {
         *self.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// Since the last step, be it a canary, that came back from every rank; `None` before the first.
+    pub fn last_step_age(&self) -> Option<Duration> {
+        self.pulse.age(Instant::now())
+    }
+
+    /// Why the replica should get nothing new for now: its steps do not come back. If they do not for long, it breaks.
+    pub fn stall(&self) -> Option<String> {
+        let overdue = self.pulse.overdue(Instant::now())?;
+        if overdue > GIVE_UP {
+            let waited = overdue.as_secs();
+            self.health.fail(&format!("a step that should have come back {waited} s ago did not: a rank is stuck"));
+        }
+        Some(format!("a step should have come back {:.1} s ago: a rank is stuck or slow", overdue.as_secs_f64()))
+    }
 }
 
 /// A rank of another worker.
@@ -165,6 +182,7 @@ pub(super) struct EngineThread {
     outputs: Vec<(SequenceId, SequenceOutput)>,
     status: Arc<Mutex<EngineStatus>>,
     meter: EngineMeter,
+    heart: Heart,
     /// Steps in flight, oldest first; a traced one has a span.
     steps: VecDeque<(StepMark, Option<StepSpan>)>,
     traced: TracedSequences,
@@ -184,9 +202,12 @@ impl EngineThread {
     ) -> (Self, LeaderHandle) {
         let engine = Engine::new(spec.engine_config());
         let status = Arc::new(Mutex::new(engine.status(Instant::now())));
+        let num_layers = spec.plan.stages.last().map_or(1, |stage| stage.layers.end);
+        let heart = Heart::new(num_layers, spec.plan.stages.len(), Instant::now());
         let handle = LeaderHandle {
             inbox: inbox.clone(),
             status: status.clone(),
+            pulse: heart.pulse(),
             health: health.clone(),
             max_waiting_sequences: spec.max_waiting_sequences,
             is_prefix_caching: spec.is_prefix_caching,
@@ -206,6 +227,7 @@ impl EngineThread {
             outputs: Vec::new(),
             status,
             meter: EngineMeter::new(&spec.metrics, &spec.model, spec.replica),
+            heart,
             steps: VecDeque::new(),
             traced: TracedSequences::new(spec),
             prefix_followers: broadcast::Sender::new(PREFIX_CHANGES),
@@ -245,16 +267,31 @@ impl EngineThread {
             while let Some(plan) = self.engine.schedule(Instant::now()) {
                 self.broadcast(plan)?;
             }
+            self.try_ranks()?;
             self.hand_out();
             self.tell_followers();
             self.report();
             let spin = if self.engine.has_steps_in_flight() { self.spin } else { Duration::ZERO };
-            match receive(&self.events, spin, IDLE_STATUS_INTERVAL) {
+            // When steps are in flight only their results are waited for; the pulse is looked at by others.
+            let wait = self.heart.until_canary(Instant::now()).max(LEAST_WAIT);
+            match receive(&self.events, spin, wait) {
                 Ok(event) => self.handle(event)?,
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
             }
         }
+    }
+
+    /// Sends a canary if nothing came back from the ranks for a while and they have nothing to do.
+    fn try_ranks(&mut self) -> Result<(), WorkerError> {
+        let now = Instant::now();
+        self.heart.beat(now);
+        if self.heart.until_canary(now).is_zero()
+            && let Some(canary) = self.engine.canary(now)
+        {
+            self.broadcast(canary)?;
+        }
+        Ok(())
     }
 
     fn report(&mut self) {
@@ -276,8 +313,9 @@ impl EngineThread {
                 self.results.add(rank, result)?;
                 while let Some(result) = self.results.next_complete() {
                     let now = Instant::now();
+                    let is_canary = self.heart.returned(now);
                     // Its span, if it has one, ends here.
-                    if let Some((step, _span)) = self.steps.pop_front() {
+                    if let Some((step, _span)) = self.steps.pop_front().filter(|_| !is_canary) {
                         self.meter.step(step, now);
                     }
                     self.outputs.extend(self.engine.update(result, now));
@@ -329,6 +367,7 @@ impl EngineThread {
         let mark = StepMark::new(&plan, Instant::now());
         let span = self.traced.begin(&mut plan, &mark);
         self.steps.push_back((mark, span));
+        self.heart.sent(&plan, Instant::now());
         for link in &self.remote {
             link.send(&plan)?;
         }
@@ -407,32 +446,4 @@ fn spawn<T: Send + 'static>(
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Says on its end whether the replica had broken by then.
-    struct Witness(Health, std::sync::mpsc::Sender<String>);
-
-    impl Drop for Witness {
-        fn drop(&mut self) {
-            let reason = if self.0.is_broken() { self.0.reason() } else { "none".to_owned() };
-            self.1.send(reason).unwrap();
-        }
-    }
-
-    #[test]
-    fn what_a_thread_holds_ends_after_the_reason_is_known() {
-        let fails = |_: &mut Witness| Err(WorkerError::Server("on purpose".to_owned()));
-        let panics = |_: &mut Witness| panic!("on purpose");
-        let reason_after = |run: fn(&mut Witness) -> Result<(), WorkerError>| {
-            let (sender, reasons) = std::sync::mpsc::channel();
-            let health = Health::new(|| ());
-            let thread = spawn("engine".to_owned(), health.clone(), Witness(health, sender), run).unwrap();
-            let reason = reasons.recv().unwrap();
-            drop(thread.join());
-            reason
-        };
-        assert_eq!(reason_after(fails), "worker: on purpose");
-        assert_eq!(reason_after(panics), "the thread engine panicked");
-    }
-}
+mod tests;

@@ -12,6 +12,7 @@
 
 mod health;
 mod leader;
+mod pulse;
 mod rank_thread;
 mod receive;
 mod step_results;
@@ -52,6 +53,8 @@ use crate::{
 const LEADER_RANK: usize = 0;
 /// How often a load looks whether it was cancelled.
 const CANCEL_INTERVAL: Duration = Duration::from_millis(50);
+/// How often it looks whether the first step has come back.
+const FIRST_STEP_POLL: Duration = Duration::from_millis(1);
 
 /// What to load.
 #[derive(Clone, Debug)]
@@ -196,9 +199,10 @@ impl Replica {
             loading.start(&inbox, replica.threads.get_mut().unwrap_or_else(PoisonError::into_inner), progress);
         let (local, remote) = started.inspect_err(|error| health.fail(&error.to_string()))?;
         if spec.local_ranks().contains(&LEADER_RANK) {
-            let (engine, handle) = EngineThread::new(&spec, health, local, (inbox, events));
+            let (engine, handle) = EngineThread::new(&spec, health.clone(), local, (inbox, events));
             let threads = replica.threads.get_mut().unwrap_or_else(PoisonError::into_inner);
             engine.start(remote, threads).inspect_err(|error| replica.health.fail(&error.to_string()))?;
+            loading.wait_for_step(&handle)?;
             replica.leader = Some(handle);
         }
         Ok(replica)
@@ -327,6 +331,17 @@ impl Loading<'_> {
             self.check_cancelled()?;
             waiting();
         }
+    }
+
+    /// Waits until the first canary has passed every rank: before that nobody knows whether they work together.
+    fn wait_for_step(&self, leader: &LeaderHandle) -> Result<(), WorkerError> {
+        while leader.last_step_age().is_none() {
+            self.check_cancelled()?;
+            // Breaks the part at last if nothing comes.
+            leader.stall();
+            std::thread::sleep(FIRST_STEP_POLL);
+        }
+        Ok(())
     }
 
     fn check_cancelled(&self) -> Result<(), WorkerError> {

@@ -95,9 +95,6 @@ impl Worker for WorkerService {
         let request = request.into_inner();
         trace::set_request_id(&span, &request.request_id);
         let running_token = self.0.running.token();
-        if self.0.is_draining() {
-            return Err(Class::ShuttingDown.status("the worker is draining"));
-        }
         let key = ReplicaKey { model: request.model.clone(), plan_epoch: request.plan_epoch, replica: request.replica };
         let replica = self.0.replicas.find(&key)?;
         let leader = leader_of(&replica)?;

@@ -10,10 +10,10 @@ pub(crate) mod wire;
 use std::{
     net::SocketAddr,
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use lockstep_kernels::device::DeviceInfo;
@@ -35,6 +35,8 @@ use crate::{
 
 /// How often the end of a drain is looked for.
 const DRAIN_POLL: Duration = Duration::from_millis(50);
+/// After the drain timeout, so long the coordinator has to move what still runs and to take the parts back.
+const HANDOVER: Duration = Duration::from_secs(3);
 /// How long connections may take to close after the drain.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -51,27 +53,37 @@ pub(crate) struct WorkerState {
     pub running: TaskTracker,
     /// Fires when the service ends.
     pub closing: CancellationToken,
-    is_draining: AtomicBool,
+    drain_started: OnceLock<Instant>,
     is_registered: AtomicBool,
 }
 
 impl WorkerState {
-    /// Whether new work is refused.
+    /// Whether it is to be relieved of its parts, and gets no new ones.
     pub fn is_draining(&self) -> bool {
-        self.is_draining.load(Ordering::Relaxed)
+        self.drain_started.get().is_some()
     }
 
-    /// Refuses new work from now on.
+    /// Asks to be relieved from now on. Sequences are still taken: coordinators stop to send them when others can.
     pub fn start_draining(&self) {
-        if !self.is_draining.swap(true, Ordering::Relaxed) {
-            tracing::info!("draining");
-        }
-        self.running.close();
+        self.drain_started.get_or_init(|| {
+            tracing::info!(timeout = ?self.config.drain_timeout, "draining");
+            Instant::now()
+        });
+    }
+
+    /// While it drains: how long sequences may still run.
+    pub fn drain_left(&self) -> Option<Duration> {
+        self.drain_started.get().map(|started| self.config.drain_timeout.saturating_sub(started.elapsed()))
     }
 
     /// What it holds and how it does.
     pub fn heartbeat(&self) -> v1::Heartbeat {
-        v1::Heartbeat { replicas: self.replicas.reports(), draining: self.is_draining() }
+        let drain_left = self.drain_left();
+        v1::Heartbeat {
+            replicas: self.replicas.reports(),
+            draining: drain_left.is_some(),
+            drain_left_ms: drain_left.map_or(0, |left| left.as_millis() as u64),
+        }
     }
 
     /// Whether the coordinator, or etcd, holds this worker's registration.
@@ -114,7 +126,7 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> Result<()
         session: rand::random(),
         running: TaskTracker::new(),
         closing: CancellationToken::new(),
-        is_draining: AtomicBool::new(false),
+        drain_started: OnceLock::new(),
         is_registered: AtomicBool::new(false),
     });
     let closing = state.closing.clone();
@@ -183,14 +195,13 @@ fn server_error<E: std::fmt::Display>(ended: Result<Result<(), E>, tokio::task::
     WorkerError::Server(what)
 }
 
-/// Waits, within the drain timeout, until the running sequences are done and the coordinator, which the next heartbeat
-/// tells of the drain, has taken back the parts held here. Until then it may have accepted requests for them, also where
-/// another worker leads. Without a registration no coordinator sends any.
+/// Waits until the running sequences are done and the coordinator, which the next heartbeat tells of the drain, has taken
+/// back the parts held here. It does so when their requests have finished or, after the drain timeout, gone on elsewhere.
+/// Until then it may send requests, also where another worker leads. Without a registration no coordinator sends any.
 async fn drain(state: &WorkerState) {
-    let timeout = state.config.drain_timeout;
+    let timeout = state.config.drain_timeout + HANDOVER;
     let withdrawn = async {
-        state.running.wait().await;
-        while state.is_registered() && !state.replicas.is_empty() {
+        while !state.running.is_empty() || (state.is_registered() && !state.replicas.is_empty()) {
             tokio::time::sleep(DRAIN_POLL).await;
         }
     };

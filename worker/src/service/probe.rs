@@ -1,5 +1,6 @@
 //! What the worker answers to orchestrators and Prometheus.
-//! Invariant: ready is a worker that the coordinator can give work to; whether a model serves is the coordinator's answer.
+//! Invariant: ready is a worker that the coordinator can give work to and whose steps come back; whether a model serves is
+//! the coordinator's answer.
 
 use std::time::SystemTime;
 
@@ -18,6 +19,9 @@ impl Probe for WorkerState {
         }
         if !self.is_registered() {
             return Err("the worker is not registered with its coordinator".to_owned());
+        }
+        if self.replicas.states().contains(&PartState::Stalled) {
+            return Err("a replica that the worker leads does not answer".to_owned());
         }
         Ok(())
     }

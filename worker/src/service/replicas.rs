@@ -23,7 +23,7 @@ use super::wire;
 use crate::{
     WorkerError,
     collective::LinkListener,
-    replica::{Replica, ReplicaSpec},
+    replica::{LeaderHandle, Replica, ReplicaSpec},
 };
 
 /// How far the loading of a part is.
@@ -44,6 +44,8 @@ pub(crate) enum PartState {
     Loading,
     /// It executes steps.
     Ready,
+    /// Its steps do not come back.
+    Stalled,
     /// It does not any more, or never could.
     Broken,
     /// Its memory is given back.
@@ -52,13 +54,14 @@ pub(crate) enum PartState {
 
 impl PartState {
     /// Every state.
-    pub const ALL: [Self; 4] = [Self::Loading, Self::Ready, Self::Broken, Self::Freeing];
+    pub const ALL: [Self; 5] = [Self::Loading, Self::Ready, Self::Stalled, Self::Broken, Self::Freeing];
 
     /// As a label.
     pub fn word(self) -> &'static str {
         match self {
             Self::Loading => "loading",
             Self::Ready => "ready",
+            Self::Stalled => "stalled",
             Self::Broken => "broken",
             Self::Freeing => "freeing",
         }
@@ -195,6 +198,9 @@ impl Replicas {
     pub fn reports(&self) -> Vec<v1::ReplicaReport> {
         let report = |(key, entry): (&ReplicaKey, &Entry)| {
             let replica = loaded(&entry.state);
+            let leader = replica.as_ref().and_then(|replica| replica.leader());
+            // Before the problem: it may become one.
+            let stall = leader.and_then(LeaderHandle::stall);
             let problem = match &replica {
                 _ if entry.freed.is_some() => Some("it is being unloaded".to_owned()),
                 Some(replica) => replica.problem().borrow().clone(),
@@ -205,7 +211,9 @@ impl Replicas {
                 plan_epoch: key.plan_epoch,
                 replica: key.replica,
                 problem: problem.unwrap_or_default(),
-                engine: replica.and_then(|replica| Some(wire::engine_status(replica.leader()?.status()))),
+                engine: leader
+                    .map(|leader| wire::engine_status(leader.status(), leader.last_step_age().unwrap_or_default())),
+                stall: stall.unwrap_or_default(),
             }
         };
         self.lock().iter().map(report).collect()
@@ -216,8 +224,10 @@ impl Replicas {
         let state = |entry: &Entry| match &entry.state.borrow().outcome {
             _ if entry.freed.is_some() => PartState::Freeing,
             None => PartState::Loading,
-            Some(Ok(replica)) if replica.problem().borrow().is_none() => PartState::Ready,
-            Some(_) => PartState::Broken,
+            Some(Ok(replica)) if replica.problem().borrow().is_some() => PartState::Broken,
+            Some(Ok(replica)) if replica.leader().and_then(LeaderHandle::stall).is_some() => PartState::Stalled,
+            Some(Ok(_)) => PartState::Ready,
+            Some(Err(_)) => PartState::Broken,
         };
         self.lock().values().map(state).collect()
     }

@@ -1,6 +1,8 @@
 //! Between `lockstep.v1` and this crate's own types: validation of what comes in, conversion of what goes out.
 //! Invariant: what passes here cannot make the engine, the sampler or a kernel fail.
 
+use std::time::Duration;
+
 use lockstep_proto::{
     sampling::{self, FieldError, MAX_SEQUENCE_STOP_TOKENS},
     status::{Class, RETRY_AFTER},
@@ -138,7 +140,7 @@ fn sequence_finish(reason: FinishReason, stats: SequenceStats) -> v1::SequenceFi
 }
 
 /// Engine numbers for a heartbeat.
-pub(crate) fn engine_status(status: EngineStatus) -> v1::EngineStatus {
+pub(crate) fn engine_status(status: EngineStatus, last_step_age: Duration) -> v1::EngineStatus {
     v1::EngineStatus {
         num_running_sequences: status.num_running_sequences as u32,
         num_waiting_sequences: status.num_waiting_sequences as u32,
@@ -149,6 +151,7 @@ pub(crate) fn engine_status(status: EngineStatus) -> v1::EngineStatus {
         num_preemptions: status.num_preemptions,
         prefix_query_tokens: status.prefix_query_tokens,
         prefix_hit_tokens: status.prefix_hit_tokens,
+        last_step_age_ms: last_step_age.as_secs_f64() * 1e3,
     }
 }
 

@@ -305,13 +305,15 @@ fn a_worker_loads_runs_unloads_and_drains() {
         assert_eq!(Class::of(&lost), Class::WorkerLost);
         assert_eq!(Class::of(&harness.load(1).await.unwrap_err()), Class::StaleEpoch);
 
-        // Shutdown lets a running sequence finish, takes no new one, and waits until the part is withdrawn: this test
-        // is the coordinator, which may have accepted a request before it heard of the drain.
+        // Shutdown lets sequences finish, takes no new part, and waits until its part is withdrawn: this test is the
+        // coordinator, which goes on sending requests until others can take them.
         let last = harness.run(2, 30).await.unwrap();
         harness.shutdown.cancel();
-        harness.heartbeat(|heartbeat| heartbeat.draining).await;
+        let draining = harness.heartbeat(|heartbeat| heartbeat.draining).await;
+        assert!((15_000..=20_000).contains(&draining.drain_left_ms), "{draining:?}");
         assert_eq!(collect(last).await.0.len(), 30);
-        let refused = harness.run(2, 4).await.unwrap_err();
+        assert_eq!(collect(harness.run(2, 4).await.unwrap()).await.0.len(), 4);
+        let refused = harness.load(3).await.unwrap_err();
         assert_eq!(Class::of(&refused), Class::ShuttingDown);
         assert!(!harness.worker.is_finished());
         harness.unload(2, 0).await;

@@ -197,6 +197,7 @@ impl Follower {
                 session: self.session,
                 last_heartbeat: Instant::now(),
                 draining: heartbeat.draining,
+                drain_left: Duration::from_millis(heartbeat.drain_left_ms),
                 has_reported: true,
                 replicas: heartbeat.replicas,
             };

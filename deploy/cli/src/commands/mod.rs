@@ -2,6 +2,7 @@
 
 pub mod bench;
 pub mod coordinator;
+pub mod drain;
 pub mod generate;
 pub mod plan;
 pub mod pull;

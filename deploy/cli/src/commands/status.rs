@@ -5,6 +5,7 @@ use std::time::Duration;
 use lockstep_coordinator::api::status;
 use lockstep_proto::v1::{
     DeviceStatus, EngineStatus, GetClusterRequest, GetClusterResponse, RankStatus, RegistryStatus, ReplicaStatus,
+    WorkerStatus,
 };
 use lockstep_sharding::format_bytes;
 
@@ -64,7 +65,7 @@ fn render(cluster: &GetClusterResponse) -> String {
                 worker.worker_id.clone(),
                 worker.address.clone(),
                 worker.host.clone(),
-                String::from(if worker.draining { "draining" } else { "ready" }),
+                worker_state(worker),
                 format!("{:.0} ms", worker.heartbeat_age_ms),
                 device.name.clone(),
                 device.reason.clone(),
@@ -95,6 +96,16 @@ fn render_registry(registry: &RegistryStatus) -> String {
     } else {
         let away = away_ms / 1e3;
         format!("coordinator {coordinator_id}\netcd is away for {away:.0} s, nothing is planned: {problem}\n\n")
+    }
+}
+
+/// What a worker does, and while it drains what is left.
+fn worker_state(worker: &WorkerStatus) -> String {
+    let WorkerStatus { draining, num_requests, drain_left_ms, .. } = worker;
+    match (draining, num_requests) {
+        (false, _) => String::from("ready"),
+        (true, 0) => String::from("draining: no requests"),
+        (true, _) => format!("draining: {num_requests} requests, {:.0} s left", drain_left_ms / 1e3),
     }
 }
 

@@ -1,0 +1,62 @@
+//! `lockstep drain`: take a worker out of service, and wait until nothing is left on it.
+
+use std::time::Duration;
+
+use lockstep_proto::v1::{DrainWorkerRequest, GetClusterRequest, GetClusterResponse, WorkerStatus};
+
+use crate::{
+    client::{ServerArgs, refused},
+    output::print,
+};
+
+/// Between two looks at the worker.
+const POLL: Duration = Duration::from_millis(200);
+
+/// Take a worker out of service: others take its place where there are any, running requests finish or move to them.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Relieve a worker and wait until it holds nothing; then it can be stopped, and SIGTERM ends it at once:
+  lockstep drain worker-1
+Only give the order:
+  lockstep drain worker-1 --no-wait")]
+pub struct Args {
+    #[command(flatten)]
+    server: ServerArgs,
+    /// Id of the worker, as `lockstep status` shows it
+    worker: String,
+    /// Return at once
+    #[arg(long)]
+    no_wait: bool,
+}
+
+/// Drains a worker.
+///
+/// # Errors
+/// If the coordinator cannot be reached or does not know the worker.
+pub async fn run(args: Args) -> anyhow::Result<()> {
+    let mut client = args.server.admin().await?;
+    let request = DrainWorkerRequest { worker_id: args.worker.clone() };
+    client.drain_worker(request).await.map_err(|status| refused(&status))?;
+    let mut last = None;
+    while !args.no_wait {
+        let cluster = client.get_cluster(GetClusterRequest {}).await.map_err(|status| refused(&status))?.into_inner();
+        let Some(worker) = cluster.workers.iter().find(|worker| worker.worker_id == args.worker) else { break };
+        let left = left(&cluster, worker);
+        if left == (0, 0) && worker.draining {
+            break;
+        }
+        if last.replace(left) != Some(left) {
+            let (num_parts, num_requests) = left;
+            print(&format!("{}: {num_parts} replica parts, {num_requests} requests left\n", args.worker))?;
+        }
+        tokio::time::sleep(POLL).await;
+    }
+    print(&format!("{}: {}\n", args.worker, if args.no_wait { "draining" } else { "drained" }))
+}
+
+/// Parts of replicas on a worker, and the requests that run on them.
+fn left(cluster: &GetClusterResponse, worker: &WorkerStatus) -> (usize, u64) {
+    let replicas = cluster.models.iter().flat_map(|model| &model.replicas);
+    let parts = replicas.filter(|replica| replica.ranks.iter().any(|rank| rank.worker_id == worker.worker_id));
+    (parts.count(), worker.num_requests)
+}
