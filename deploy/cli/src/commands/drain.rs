@@ -37,8 +37,11 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let mut client = args.server.admin().await?;
     let request = DrainWorkerRequest { worker_id: args.worker.clone() };
     client.drain_worker(request).await.map_err(|status| refused(&status))?;
+    if args.no_wait {
+        return print(&format!("{}: draining\n", args.worker));
+    }
     let mut last = None;
-    while !args.no_wait {
+    loop {
         let cluster = client.get_cluster(GetClusterRequest {}).await.map_err(|status| refused(&status))?.into_inner();
         let Some(worker) = cluster.workers.iter().find(|worker| worker.worker_id == args.worker) else { break };
         let left = left(&cluster, worker);
@@ -51,7 +54,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         }
         tokio::time::sleep(POLL).await;
     }
-    print(&format!("{}: {}\n", args.worker, if args.no_wait { "draining" } else { "drained" }))
+    print(&format!("{}: drained\n", args.worker))
 }
 
 /// Parts of replicas on a worker, and the requests that run on them.
