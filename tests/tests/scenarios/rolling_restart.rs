@@ -28,7 +28,7 @@ const LONGEST_DETECTION: Duration = Duration::from_secs(5);
 fn request(index: usize) -> GenerateRequest {
     let sampling = SamplingParams {
         max_tokens: Some(NUM_TOKENS),
-        temperature: Some(if index % 2 == 0 { 0.0 } else { 0.8 }),
+        temperature: Some(if index.is_multiple_of(2) { 0.0 } else { 0.8 }),
         seed: Some(index as u64),
         ignore_eos: true,
         ..Default::default()
