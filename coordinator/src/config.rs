@@ -29,6 +29,8 @@ pub struct CoordinatorConfig {
     pub tenants_file: Option<std::path::PathBuf>,
     /// Longest wait of a request without a deadline for another replica, when its own breaks.
     pub failover_timeout: Duration,
+    /// Longest time that a message may wait for its client to take it; then the request is given up.
+    pub slow_reader_timeout: Duration,
     /// Longest drain at shutdown.
     pub drain_timeout: Duration,
     /// Certificate and key for clients, and the authorities of theirs if they need one; `None`: clear text.

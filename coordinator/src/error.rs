@@ -165,6 +165,12 @@ pub enum RequestError {
     /// The model was unloaded while the request waited for a replica.
     #[error("the model was unloaded")]
     ModelGone,
+    /// The client took no message for too long.
+    #[error("the client took no message for {patience:?}")]
+    SlowReader {
+        /// Longest that a message may lie.
+        patience: Duration,
+    },
     /// The client's deadline passed.
     #[error("the request's deadline passed")]
     Deadline,
@@ -218,7 +224,7 @@ impl RequestError {
             Self::Overloaded { .. } => Class::Overloaded,
             Self::ShuttingDown => Class::ShuttingDown,
             Self::ReplicaLost(_) | Self::NotResumed { .. } | Self::ModelGone => Class::WorkerLost,
-            Self::Deadline => Class::Deadline,
+            Self::Deadline | Self::SlowReader { .. } => Class::Deadline,
             Self::Worker { class, .. } => *class,
             Self::BrokeReplicas { .. } | Self::Internal(_) => Class::Internal,
         }

@@ -15,6 +15,7 @@ use crate::{
     admission::Admission,
     api::{MAX_REQUEST_BYTES, admin::AdminService, auth, grpc::InferenceService, health, http, intake::Intake},
     cluster::{MemoryRegistry, PlanStore, Registry, registration::RegistrationService},
+    http_server::{self, HttpLimits},
     metrics::Metrics,
     planner::{Planner, PlannerConfig},
     router::{Router, reports},
@@ -24,6 +25,8 @@ use crate::{
 
 /// Longest wait for connections to end after the drain.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
+/// Most bytes of a gRPC call's headers.
+const MAX_HEADER_BYTES: u32 = 16 << 10;
 /// Streams that one connection may open beyond the request limit, so that overload is answered and not queued.
 const SPARE_STREAMS: usize = 1024;
 
@@ -69,6 +72,7 @@ pub async fn run(
         router: router.clone(),
         metrics,
         failover_timeout: config.failover_timeout,
+        slow_reader_timeout: config.slow_reader_timeout,
     };
     let inference = InferenceService { intake: intake.clone() };
     let admin = AdminService {
@@ -195,6 +199,7 @@ fn serve_grpc(
     let max_streams = config.max_concurrent_requests.saturating_add(SPARE_STREAMS).try_into().unwrap_or(u32::MAX);
     let server = Server::builder()
         .max_concurrent_streams(Some(max_streams))
+        .http2_max_header_list_size(Some(MAX_HEADER_BYTES))
         .http2_keepalive_interval(Some(Duration::from_secs(10)))
         .add_routes(routes)
         .serve_with_incoming_shutdown(incoming.into_stream(), closing.cancelled_owned());
@@ -202,8 +207,8 @@ fn serve_grpc(
 }
 
 async fn serve_http(incoming: Incoming, routes: axum::Router, closing: CancellationToken) -> Result<(), String> {
-    let server = axum::serve(incoming, routes).with_graceful_shutdown(closing.cancelled_owned());
-    server.await.map_err(|error| error.to_string())
+    http_server::serve(incoming, routes, HttpLimits::DEFAULT, closing).await;
+    Ok(())
 }
 
 /// A request that does not decode (such as text that is no UTF-8) is the client's fault; tonic calls it INTERNAL.

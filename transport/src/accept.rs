@@ -7,6 +7,7 @@ use std::{
     io::{self, IoSlice},
     net::SocketAddr,
     pin::Pin,
+    sync::Arc,
     task::{Context, Poll},
     time::Duration,
 };
@@ -15,6 +16,7 @@ use rustls::server::Acceptor;
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf},
     net::{TcpListener, TcpStream},
+    sync::{OwnedSemaphorePermit, Semaphore},
     task::JoinSet,
 };
 use tokio_rustls::LazyConfigAcceptor;
@@ -22,6 +24,8 @@ use tonic::transport::server::Connected;
 
 use crate::{ClusterTls, HANDSHAKE_TIMEOUT, ServerTls, cluster::GRPC_PROTOCOL, explain, stream::Stream};
 
+/// Most connections of a port; further ones wait in the listener's queue.
+const MAX_CONNECTIONS: usize = 10_000;
 /// Most handshakes at once; further connections wait in the listener's queue.
 const MAX_HANDSHAKES: usize = 1024;
 /// Pause after a failure to accept, such as too many open files.
@@ -73,6 +77,8 @@ pub struct Connection {
     stream: Stream,
     /// Who is on the other end.
     pub peer: Peer,
+    /// Its place among the connections of the port.
+    _slot: Option<OwnedSemaphorePermit>,
 }
 
 /// The connections that come in on a listener; axum takes it as it is.
@@ -80,21 +86,26 @@ pub struct Incoming {
     listener: TcpListener,
     gate: Gate,
     handshakes: JoinSet<Option<Connection>>,
+    slots: Arc<Semaphore>,
 }
 
 impl Incoming {
     /// Lets them in through `gate`.
     pub fn new(listener: TcpListener, gate: Gate) -> Self {
-        Self { listener, gate, handshakes: JoinSet::new() }
+        Self { listener, gate, handshakes: JoinSet::new(), slots: Arc::new(Semaphore::new(MAX_CONNECTIONS)) }
     }
 
     /// The next connection whose handshake is done. May be dropped and called again.
     pub async fn next(&mut self) -> Connection {
         loop {
             tokio::select! {
-                accepted = self.listener.accept(), if self.handshakes.len() < MAX_HANDSHAKES => match accepted {
-                    Ok((stream, address)) => {
-                        self.handshakes.spawn(self.gate.clone().welcome(stream, address));
+                accepted = accept(&self.listener, &self.slots), if self.handshakes.len() < MAX_HANDSHAKES => match accepted {
+                    Ok((stream, address, slot)) => {
+                        let gate = self.gate.clone();
+                        self.handshakes.spawn(async move {
+                            let connection = gate.welcome(stream, address).await?;
+                            Some(Connection { _slot: Some(slot), ..connection })
+                        });
                     }
                     Err(error) => {
                         tracing::warn!(%error, "cannot accept a connection");
@@ -131,6 +142,16 @@ impl axum::serve::Listener for Incoming {
     }
 }
 
+/// Accepts a connection as soon as there is room for one.
+async fn accept(
+    listener: &TcpListener,
+    slots: &Arc<Semaphore>,
+) -> io::Result<(TcpStream, SocketAddr, OwnedSemaphorePermit)> {
+    let slot = Arc::clone(slots).acquire_owned().await.map_err(io::Error::other)?;
+    let (stream, address) = listener.accept().await?;
+    Ok((stream, address, slot))
+}
+
 impl Gate {
     async fn welcome(self, stream: TcpStream, address: SocketAddr) -> Option<Connection> {
         match tokio::time::timeout(HANDSHAKE_TIMEOUT, self.admit(stream, address)).await {
@@ -160,6 +181,7 @@ impl Gate {
         let clear = |stream| Connection {
             stream: Stream::clear(stream),
             peer: Peer { address, security: Security::ClearText },
+            _slot: None,
         };
         if !takes_tls {
             return Ok(clear(stream));
@@ -188,7 +210,7 @@ impl Gate {
             _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "it speaks TLS where nobody does")),
         };
         let stream = Stream::secured(start.into_stream(config).await?);
-        Ok(Connection { stream, peer: Peer { address, security } })
+        Ok(Connection { stream, peer: Peer { address, security }, _slot: None })
     }
 }
 

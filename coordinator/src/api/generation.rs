@@ -5,6 +5,7 @@
 
 use std::{sync::Arc, time::Duration};
 
+use futures::{Stream, stream};
 use lockstep_proto::{
     status::Class,
     v1::{self, generate_response::Event, sequence_event::Event as SequenceEvent},
@@ -114,8 +115,16 @@ impl Generation {
         Ok(generation)
     }
 
+    /// All messages; dropping them ends the stream.
+    pub fn into_messages(self) -> impl Stream<Item = Result<v1::GenerateResponse, RequestError>> + Send + 'static {
+        stream::unfold(self, |mut generation| async move {
+            let message = generation.next().await?;
+            Some((message, generation))
+        })
+    }
+
     /// The next message; `None` after the last.
-    pub async fn next(&mut self) -> Option<Result<v1::GenerateResponse, RequestError>> {
+    async fn next(&mut self) -> Option<Result<v1::GenerateResponse, RequestError>> {
         let span = self.running.span.clone();
         self.next_message().instrument(span).await
     }

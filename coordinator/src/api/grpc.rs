@@ -3,7 +3,7 @@
 
 use std::{pin::Pin, sync::Arc, time::Duration};
 
-use futures::{Stream, stream};
+use futures::{Stream, StreamExt};
 use lockstep_proto::v1;
 use lockstep_telemetry::trace;
 use tokio::time::Instant;
@@ -12,6 +12,7 @@ use tracing::{Instrument, Span};
 
 use super::{
     auth::Caller,
+    delivery::deliver,
     generation::Generation,
     intake::{Intake, Times, described, tokenize},
     validate::{self, PromptText},
@@ -53,11 +54,8 @@ impl v1::inference_server::Inference for InferenceService {
         let started = self.start(&tenant, request.into_inner(), times).instrument(span.clone()).await;
         match started {
             Ok(generation) => {
-                let messages = stream::unfold(generation, |mut generation| async move {
-                    let message = generation.next().await?;
-                    Some((message.map_err(Status::from), generation))
-                });
-                Ok(Response::new(Box::pin(messages)))
+                let messages = deliver(generation.into_messages(), self.intake.slow_reader_timeout);
+                Ok(Response::new(Box::pin(messages.map(|message| message.map_err(Status::from)))))
             }
             Err(error) => {
                 self.intake.refuse(&tenant, &span, &error);

@@ -41,6 +41,8 @@ pub struct Intake {
     pub metrics: Arc<Metrics>,
     /// Longest wait for another replica when one breaks, of a request without a deadline.
     pub failover_timeout: Duration,
+    /// Longest time that a message may wait for its client.
+    pub slow_reader_timeout: Duration,
 }
 
 /// A request that can be served, its prompt tokenized.

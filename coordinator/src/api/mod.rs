@@ -1,7 +1,7 @@
 //! What clients and operators talk to.
 //!
 //! - [`grpc`]: Inference. [`intake`]: [`validate`] → [`generation`] ([`output`], [`stop_text`]), which [`placement`] keeps
-//!   on a replica, one [`attempt`] after the other. [`span`]: what traces say of that.
+//!   on a replica, one [`attempt`] after the other; [`delivery`]: to clients that read in time. [`span`]: what traces say of that.
 //! - [`openai`]: the OpenAI API over the same intake.
 //! - [`auth`]: whose a call is, for all of them.
 //! - [`admin`], [`status`], [`page`]: orders and what operators see. [`health`], [`http`]: probes, metrics.
@@ -9,6 +9,7 @@
 pub mod admin;
 pub mod attempt;
 pub mod auth;
+pub mod delivery;
 pub mod generation;
 pub mod grpc;
 pub mod health;

@@ -461,6 +461,7 @@ pub fn config(policy: &str, min_workers: usize) -> CoordinatorConfig {
         lease: Duration::from_millis(600),
         max_concurrent_requests: 64,
         failover_timeout: Duration::from_secs(5),
+        slow_reader_timeout: Duration::from_secs(60),
         drain_timeout: Duration::from_secs(5),
         tenants_file: None,
         client_tls: None,

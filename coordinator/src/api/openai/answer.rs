@@ -1,6 +1,9 @@
 //! From a request to its answer, for both endpoints: an [`Envelope`] around choices that a [`Shape`] words.
 
-use std::{sync::Arc, time::SystemTime};
+use std::{
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
 use axum::{
     Json,
@@ -100,6 +103,8 @@ pub struct Order {
     pub samples: usize,
     /// How to answer.
     pub delivery: Delivery,
+    /// How long the client waits for all of it, if it says so.
+    pub timeout: Option<Duration>,
 }
 
 /// Runs an order and answers it in `shape`.
@@ -108,7 +113,8 @@ pub struct Order {
 /// What the request was refused for, or what ended it before it was complete.
 pub async fn answer<S: Shape>(intake: &Intake, order: Order, mut shape: S) -> Result<Response, ApiError> {
     set_request_id(&Span::current(), &order.id);
-    let times = Times { accepted: Instant::now(), deadline: None };
+    let accepted = Instant::now();
+    let times = Times { accepted, deadline: order.timeout.map(|timeout| accepted + timeout) };
     let samples = order.samples;
     let (prompts, choices) =
         choices::start(intake, &order.tenant, order.requests, samples, times).await.map_err(|error| {

@@ -12,7 +12,7 @@ use super::{
     answer::{Order, Shape, answer},
     error::ApiError,
     json_body, messages,
-    request::Body,
+    request::{Body, timeout_of},
 };
 use crate::api::{auth::Caller, http::HttpState};
 
@@ -25,6 +25,7 @@ pub async fn create(
     Extension(Caller(tenant)): Extension<Caller>,
     request: Request,
 ) -> Result<Response, ApiError> {
+    let timeout = timeout_of(request.headers())?;
     let mut body = Body::read(&json_body(request).await?)?;
     let messages = body.messages.take().ok_or_else(|| ApiError::invalid("messages", "is missing"))?;
     let chat = messages::chat(messages)?;
@@ -32,7 +33,8 @@ pub async fn create(
     let id = format!("chatcmpl-{}", uuid::Uuid::new_v4().simple());
     let max_tokens = body.max_completion_tokens.or(body.max_tokens);
     let request = body.generate(Input::Chat(chat), max_tokens, top_logprobs, id.clone())?;
-    let order = Order { tenant, id, requests: vec![request], samples: body.samples(1)?, delivery: body.delivery()? };
+    let order =
+        Order { tenant, id, requests: vec![request], samples: body.samples(1)?, delivery: body.delivery()?, timeout };
     answer(&state.intake, order, Chat { top_logprobs }).await
 }
 

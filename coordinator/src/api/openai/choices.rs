@@ -1,10 +1,10 @@
 //! The sequences of one request: for each prompt `n` of them, all at once.
 //! Invariants: nothing is read from a worker that the client has not room for; dropping the choices cancels them all.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use futures::{
-    StreamExt,
+    Stream, StreamExt,
     future::try_join_all,
     stream::{self, BoxStream, SelectAll},
 };
@@ -15,6 +15,7 @@ use tracing::{Instrument, Span};
 
 use crate::{
     api::{
+        delivery::deliver,
         generation::Generation,
         intake::{Intake, Prepared, Times},
     },
@@ -85,7 +86,9 @@ pub async fn start(
         Some(intake.start(prompt, (index % samples) as u64, permit, times).instrument(span))
     });
     let generations = try_join_all(starts).await?;
-    let choices = generations.into_iter().enumerate().map(|(index, generation)| messages(index, generation).boxed());
+    let patience = intake.slow_reader_timeout;
+    let choices =
+        generations.into_iter().enumerate().map(|(index, generation)| messages(index, generation, patience).boxed());
     let choices = stream::select_all(choices);
     Ok((prompts, choices))
 }
@@ -93,13 +96,13 @@ pub async fn start(
 fn messages(
     index: usize,
     generation: Generation,
-) -> impl futures::Stream<Item = (usize, Result<Event, RequestError>)> + Send {
-    stream::unfold(generation, move |mut generation| async move {
-        let message = generation.next().await?;
+    patience: Duration,
+) -> impl Stream<Item = (usize, Result<Event, RequestError>)> + Send {
+    deliver(generation.into_messages(), patience).map(move |message| {
         let event = message.and_then(|message| {
             message.event.ok_or_else(|| RequestError::Internal("a message without an event".into()))
         });
-        Some(((index, event), generation))
+        (index, event)
     })
 }
 

@@ -14,7 +14,7 @@ use super::{
     error::ApiError,
     json_body,
     prompt::Prompts,
-    request::Body,
+    request::{Body, timeout_of},
 };
 use crate::api::{auth::Caller, http::HttpState, intake::Prepared};
 
@@ -30,6 +30,7 @@ pub async fn create(
     Extension(Caller(tenant)): Extension<Caller>,
     request: Request,
 ) -> Result<Response, ApiError> {
+    let timeout = timeout_of(request.headers())?;
     let mut body = Body::read(&json_body(request).await?)?;
     let Prompts(prompts) = body.prompt.take().ok_or_else(|| ApiError::invalid("prompt", "is missing"))?;
     if prompts.is_empty() {
@@ -50,7 +51,7 @@ pub async fn create(
     };
     let offsets = vec![0; prompts.len() * samples];
     let requests = prompts.into_iter().enumerate().map(request).collect::<Result<_, _>>()?;
-    let order = Order { tenant, id, requests, samples, delivery: body.delivery()? };
+    let order = Order { tenant, id, requests, samples, delivery: body.delivery()?, timeout };
     answer(&state.intake, order, Completion { logprobs, samples, texts, offsets }).await
 }
 

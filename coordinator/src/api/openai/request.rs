@@ -2,6 +2,9 @@
 //! Invariants: a value of the wrong type is refused with its path; what would change the output and is not served is
 //! refused by name; what is in no list is ignored. Ranges are not checked here: [`validate`](crate::api::validate) does.
 
+use std::time::Duration;
+
+use axum::http::HeaderMap;
 use lockstep_proto::{
     sampling::MAX_LOGPROBS,
     v1::{self, generate_request::Input},
@@ -10,6 +13,8 @@ use serde::Deserialize;
 
 use super::{error::ApiError, messages::Message, prompt::Prompts, unserved::FirstUnserved};
 
+/// A client's deadline for the whole answer, milliseconds.
+const REQUEST_TIMEOUT: &str = "x-request-timeout-ms";
 /// Most choices of a request: prompts times `n`.
 const MAX_CHOICES: usize = 128;
 
@@ -207,6 +212,18 @@ impl Body {
         let model = self.model.clone().unwrap_or_default();
         Ok(v1::GenerateRequest { model, request_id, input: Some(input), sampling: Some(sampling), received: None })
     }
+}
+
+/// How long a client waits for the whole answer: `x-request-timeout-ms`, up to a day.
+///
+/// # Errors
+/// 400 for what is no such number.
+pub fn timeout_of(headers: &HeaderMap) -> Result<Option<Duration>, ApiError> {
+    let Some(value) = headers.get(REQUEST_TIMEOUT) else { return Ok(None) };
+    let millis = value.to_str().ok().and_then(|text| text.parse().ok());
+    let millis = millis.filter(|millis| (1..=86_400_000).contains(millis));
+    let refuse = || ApiError::invalid(REQUEST_TIMEOUT, format!("is {value:?}, allowed are 1 to 86400000"));
+    millis.map(|millis| Some(Duration::from_millis(millis))).ok_or_else(refuse)
 }
 
 fn within(field: &str, count: u32) -> Result<u32, ApiError> {

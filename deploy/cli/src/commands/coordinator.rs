@@ -104,6 +104,9 @@ struct Settings {
     /// How long a request without a deadline waits for another replica when its own breaks [default: 60]
     #[arg(long, env = "LOCKSTEP_FAILOVER_TIMEOUT_SECS", value_name = "SECONDS")]
     failover_timeout_secs: Option<f64>,
+    /// A request is given up when its client takes no message for so long [default: 60]
+    #[arg(long, env = "LOCKSTEP_SLOW_READER_TIMEOUT_SECS", value_name = "SECONDS")]
+    slow_reader_timeout_secs: Option<f64>,
     /// Longest time that running requests have at shutdown [default: 30]
     #[arg(long, env = "LOCKSTEP_DRAIN_TIMEOUT_SECS", value_name = "SECONDS")]
     drain_timeout_secs: Option<f64>,
@@ -225,6 +228,7 @@ impl Settings {
             max_concurrent_requests: self.max_concurrent_requests.unwrap_or(1024),
             tenants_file: self.tenants,
             failover_timeout: seconds("failover_timeout_secs", self.failover_timeout_secs.unwrap_or(60.0))?,
+            slow_reader_timeout: seconds("slow_reader_timeout_secs", self.slow_reader_timeout_secs.unwrap_or(60.0))?,
             drain_timeout: seconds("drain_timeout_secs", self.drain_timeout_secs.unwrap_or(30.0))?,
             client_tls,
             cluster_tls: tls::for_cluster(self.cluster_ca, self.cluster_cert, self.cluster_key)?,
