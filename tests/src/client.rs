@@ -5,15 +5,36 @@ use lockstep_proto::v1::{
     self, admin_client::AdminClient, generate_request::Input, generate_response::Event,
     inference_client::InferenceClient,
 };
-use tonic::{Status, Streaming, transport::Channel};
+use tonic::{
+    Request, Status, Streaming,
+    metadata::{Ascii, MetadataValue},
+    service::{Interceptor, interceptor::InterceptedService},
+    transport::Channel,
+};
+
+/// A connection that shows an API key, if there is one.
+pub type Server = InterceptedService<Channel, ApiKey>;
+
+/// An API key as calls carry it.
+#[derive(Clone, Default)]
+pub struct ApiKey(Option<MetadataValue<Ascii>>);
+
+impl Interceptor for ApiKey {
+    fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
+        if let Some(value) = &self.0 {
+            request.metadata_mut().insert("authorization", value.clone());
+        }
+        Ok(request)
+    }
+}
 
 /// A connection; cheap to clone.
 #[derive(Clone)]
 pub struct Client {
     /// Inference.
-    pub inference: InferenceClient<Channel>,
+    pub inference: InferenceClient<Server>,
     /// Admin.
-    pub admin: AdminClient<Channel>,
+    pub admin: AdminClient<Server>,
 }
 
 /// Everything that a stream brought.
@@ -35,8 +56,23 @@ impl Client {
     /// # Errors
     /// If nothing answers there.
     pub async fn connect(address: &str) -> anyhow::Result<Self> {
+        Self::connect_with(address, ApiKey::default()).await
+    }
+
+    /// The same as the tenant of an API key.
+    ///
+    /// # Errors
+    /// If nothing answers there, or the key is no text of a header.
+    pub async fn connect_as(address: &str, key: &str) -> anyhow::Result<Self> {
+        Self::connect_with(address, ApiKey(Some(format!("Bearer {key}").parse()?))).await
+    }
+
+    async fn connect_with(address: &str, key: ApiKey) -> anyhow::Result<Self> {
         let channel = Channel::from_shared(format!("http://{address}"))?.connect().await?;
-        Ok(Self { inference: InferenceClient::new(channel.clone()), admin: AdminClient::new(channel) })
+        Ok(Self {
+            inference: InferenceClient::with_interceptor(channel.clone(), key.clone()),
+            admin: AdminClient::with_interceptor(channel, key),
+        })
     }
 
     /// Starts a request.

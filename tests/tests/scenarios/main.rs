@@ -22,5 +22,6 @@ mod security;
 mod sharded_parity;
 mod smoke;
 mod start_up;
+mod tenants;
 mod traces;
 mod worker_loss;
