@@ -1,6 +1,6 @@
 //! Who may use this coordinator, and how much.
 //!
-//! - [`file`]: the tenants' file. [`key`]: API keys and their hashes.
+//! - [`mod@file`]: the tenants' file. [`key`]: API keys and their hashes.
 //! - [`tenant`]: one tenant's limits and what it uses of them. [`bucket`], [`budget`]: tokens by the minute and in all.
 //! - [`reload`]: the file again, when it changes.
 //!
