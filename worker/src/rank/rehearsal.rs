@@ -7,7 +7,7 @@ use lockstep_kernels::ops::SampleRow;
 use super::StepLimits;
 use crate::step::{StepPlan, StepSequence};
 
-/// Tokens of the prompt that stands beside a decoding sequence.
+/// Tokens of the prompt that stands beside decoding sequences.
 const MIXED_PROMPT_TOKENS: usize = 16;
 
 /// The steps.
@@ -18,10 +18,13 @@ pub(super) fn plans(limits: &StepLimits) -> Vec<StepPlan> {
     let decodes = sizes(most).map(|sequences| vec![1; sequences]);
     let prompts = sizes(longest).map(|tokens| vec![tokens]);
     let prompt_tokens = MIXED_PROMPT_TOKENS.min(limits.max_sequence_tokens);
-    let is_possible = prompt_tokens < limits.max_step_tokens
-        && limits.max_num_sequences > 1
-        && prompt_tokens.div_ceil(limits.block_size) < limits.num_kv_blocks;
-    let mixed = is_possible.then(|| vec![prompt_tokens, 1]);
+    // A prompt beside them keeps the decoding sequences from fused kernels, of which there are as many.
+    let most_beside = most
+        .saturating_sub(1)
+        .min(limits.max_step_tokens.saturating_sub(prompt_tokens))
+        .min(limits.num_kv_blocks.saturating_sub(prompt_tokens.div_ceil(limits.block_size)));
+    let mixed = (most_beside > 0).then(|| sizes(most_beside)).into_iter().flatten();
+    let mixed = mixed.map(|sequences| [vec![prompt_tokens], vec![1; sequences]].concat());
     decodes.chain(prompts).chain(mixed).map(|lengths| plan(limits, &lengths)).collect()
 }
 
@@ -71,7 +74,7 @@ mod tests {
         };
         let tight = StepLimits { num_kv_blocks: 1, block_size: 4, max_num_sequences: 1, ..limits };
         let short = StepLimits { max_step_tokens: 1, max_sequence_tokens: 1, ..limits };
-        for (limits, expected) in [(limits, 6 + 10 + 1), (tight, 1 + 3), (short, 1 + 1)] {
+        for (limits, expected) in [(limits, 6 + 10 + 6), (tight, 1 + 3), (short, 1 + 1)] {
             let plans = plans(&limits);
             assert_eq!(plans.len(), expected, "{limits:?}");
             for plan in &plans {
