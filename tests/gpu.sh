@@ -81,11 +81,12 @@ run_tests() {
 
 run() {
     local folder results=$2 model=${3:-} failed=0
+    [ -x "$1/lockstep" ] && [ -d "$1/tests" ] || fail "$1 holds no pack: make one with tests/gpu.sh pack"
     folder=$(cd "$1" && pwd)
-    mkdir -p "$results/logs"
-    results=$(cd "$results" && pwd)
     local num_gpus
     num_gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU') || fail "no GPU is found (nvidia-smi --list-gpus)"
+    mkdir -p "$results/logs"
+    results=$(cd "$results" && pwd)
     local gpu
     gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -1)
     # Multicast between GPUs is not available on every machine that has several.
