@@ -115,12 +115,12 @@ impl Cluster {
         Self::start_in(layout, &environment::model()?, variables, &[])
     }
 
-    /// One whose processes are given further arguments.
+    /// One of a model whose processes are given further arguments.
     ///
     /// # Errors
     /// As [`start`](Self::start).
-    pub fn start_with_arguments(layout: Layout, arguments: &[&str]) -> anyhow::Result<Self> {
-        Self::start_in(layout, &environment::model()?, &[], arguments)
+    pub fn start_with_arguments(layout: Layout, model: &Path, arguments: &[&str]) -> anyhow::Result<Self> {
+        Self::start_in(layout, model, &[], arguments)
     }
 
     fn start_in(

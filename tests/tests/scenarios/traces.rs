@@ -7,6 +7,7 @@ use lockstep_tests::{
     Cluster, Layout,
     client::{greedy, read_to_end},
     collector::{Collector, Received},
+    environment,
     http::{get, post_json},
 };
 use serde_json::{Value, json};
@@ -44,7 +45,7 @@ async fn one_request_is_one_trace_through_every_process() {
     let endpoint = format!("--otlp-endpoint=http://{}", collector.address);
     let arguments =
         [endpoint.as_str(), "--log-format=json", "--log=lockstep_coordinator=debug,lockstep_worker=debug,info"];
-    let cluster = Cluster::start_with_arguments(Layout::new(2, 1), &arguments).unwrap();
+    let cluster = Cluster::start_with_arguments(Layout::new(2, 1), &environment::model().unwrap(), &arguments).unwrap();
     let client = cluster.client().await.unwrap();
     let mut request = greedy(prompt(), NUM_TOKENS);
     request.request_id = "traced-1".into();
@@ -168,7 +169,7 @@ fn check_log(log: &str) {
 #[tokio::test(flavor = "multi_thread")]
 async fn serving_goes_on_without_the_collector() {
     let arguments = ["--otlp-endpoint=http://127.0.0.1:9"];
-    let cluster = Cluster::start_with_arguments(Layout::new(1, 1), &arguments).unwrap();
+    let cluster = Cluster::start_with_arguments(Layout::new(1, 1), &environment::model().unwrap(), &arguments).unwrap();
     let client = cluster.client().await.unwrap();
     for _ in 0..3 {
         let output = client.generate(greedy(prompt(), 24)).await.unwrap();
