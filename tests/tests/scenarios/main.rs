@@ -8,6 +8,7 @@ mod cancellation;
 mod chaos;
 mod continuous_batching;
 mod coordinators;
+mod deployment;
 mod foreign_client;
 mod gpu;
 mod hugging_face;

@@ -1,0 +1,107 @@
+{{/* Mounts, volumes and affinities of coordinators and workers. */}}
+
+{{- define "lockstep.memberMounts" -}}
+{{- if ne .Values.tls.cluster.mode "none" -}}
+- {name: cluster-tls, mountPath: /etc/lockstep/cluster-tls, readOnly: true}
+{{- end -}}
+{{- end -}}
+
+{{- define "lockstep.memberVolumes" -}}
+{{- if ne .Values.tls.cluster.mode "none" -}}
+- {name: cluster-tls, secret: {secretName: {{ include "lockstep.clusterSecret" . }}}}
+{{- end -}}
+{{- end -}}
+
+{{- define "lockstep.coordinatorAffinity" -}}
+{{- $settings := .Values.coordinator -}}
+{{- $term := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels" (merge (dict "app.kubernetes.io/component" "coordinator") (include "lockstep.selector" . | fromYaml))) -}}
+{{- $affinity := dict -}}
+{{- if eq $settings.antiAffinity "hard" -}}
+{{- $affinity = dict "podAntiAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (list $term)) -}}
+{{- else if eq $settings.antiAffinity "soft" -}}
+{{- $affinity = dict "podAntiAffinity" (dict "preferredDuringSchedulingIgnoredDuringExecution" (list (dict "weight" 100 "podAffinityTerm" $term))) -}}
+{{- end -}}
+{{- toYaml (mustMergeOverwrite $affinity (deepCopy $settings.affinity)) -}}
+{{- end -}}
+
+{{/* Labels of a pool's pods. */}}
+{{- define "lockstep.poolSelector" -}}
+{{ include "lockstep.selector" .root }}
+app.kubernetes.io/component: worker
+lockstep.dev/pool: {{ .name }}
+{{- end -}}
+
+{{/* All workers of a packed pool share a node; what the pool says itself wins. */}}
+{{- define "lockstep.poolAffinity" -}}
+{{- $affinity := dict -}}
+{{- if eq .pool.placement "pack" -}}
+{{- $term := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels" (include "lockstep.poolSelector" . | fromYaml)) -}}
+{{- $affinity = dict "podAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (list $term)) -}}
+{{- end -}}
+{{- with mustMergeOverwrite $affinity (deepCopy .pool.affinity) }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- define "lockstep.poolSpread" -}}
+{{- $constraints := .pool.topologySpreadConstraints -}}
+{{- if and (eq .pool.placement "spread") (not $constraints) -}}
+{{- $constraints = list (dict "maxSkew" 1 "topologyKey" "kubernetes.io/hostname" "whenUnsatisfiable" "ScheduleAnyway" "labelSelector" (dict "matchLabels" (include "lockstep.poolSelector" . | fromYaml))) -}}
+{{- end -}}
+{{- with $constraints }}
+topologySpreadConstraints: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* The init container that fetches the model, where there is a URI. */}}
+{{- define "lockstep.pullContainer" -}}
+- name: pull
+  image: {{ include "lockstep.image" (dict "root" .root "variant" .variant) }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  args:
+    - pull
+    - {{ .root.Values.model.uri | quote }}
+    - --output={{ include "lockstep.modelPath" .root }}
+    {{- with .root.Values.model.sha256 }}
+    - --sha256={{ . }}
+    {{- end }}
+  env:
+    {{- include "lockstep.telemetryEnvironment" .root | nindent 4 }}
+    {{- with .root.Values.model.hfToken }}
+    {{- if .secretName }}
+    - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}}}
+    {{- end }}
+    {{- end }}
+  {{- with .root.Values.model.environmentSecrets }}
+  envFrom: {{- range . }}
+    - {secretRef: {name: {{ . }}}}
+  {{- end }}
+  {{- end }}
+  securityContext: {{- include "lockstep.containerSecurity" . | nindent 4 }}
+  resources:
+    requests: {cpu: 500m, memory: 256Mi}
+    limits: {cpu: "2", memory: 1Gi}
+  volumeMounts:
+    - {name: models, mountPath: /models}
+{{- end -}}
+
+{{/* The volume of models; none where each worker's claim is a template's. */}}
+{{- define "lockstep.modelVolume" -}}
+{{- $cache := .Values.model.cache -}}
+{{- if eq $cache.type "emptyDir" -}}
+- {name: models, emptyDir: {{ ternary (dict "sizeLimit" $cache.sizeLimit) (dict) (ne $cache.sizeLimit "") | toJson }}}
+{{- else if eq $cache.type "hostPath" -}}
+- {name: models, hostPath: {path: {{ $cache.hostPath }}, type: Directory}}
+{{- else if eq $cache.type "persistentVolumeClaim" -}}
+- {name: models, persistentVolumeClaim: {claimName: {{ default (printf "%s-models" (include "lockstep.fullname" .)) $cache.existingClaim }}}}
+{{- end -}}
+{{- end -}}
+
+{{- define "lockstep.modelClaimSpec" -}}
+{{- $cache := .Values.model.cache -}}
+accessModes: {{ toJson $cache.accessModes }}
+resources: {requests: {storage: {{ $cache.size }}}}
+{{- with $cache.storageClassName }}
+storageClassName: {{ . }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,269 @@
+"""What the chart renders, held against Kubernetes' schemas, the binary's settings and house rules.
+
+    LOCKSTEP_BIN=target/release/lockstep python -m unittest discover helm/tests     # UPDATE_GOLDEN=1 writes golden files
+"""
+
+import copy
+import difflib
+import json
+import os
+import pathlib
+import re
+import subprocess
+import tempfile
+import unittest
+
+import helm_python as helm
+import yaml
+
+import chart
+import crds
+
+# The first is what Chart.yaml asks for.
+KUBERNETES_VERSIONS = ("1.30", "1.34", "1.37")
+# Settings of the binary that other values decide.
+OWNED = {
+    "coordinator": "grpc_listen http_listen coordinator_id etcd etcd_prefix model tenants tls_cert tls_key client_ca "
+    "cluster_ca cluster_cert cluster_key insecure",
+    "worker": "worker_id coordinator etcd etcd_prefix advertise_host listen rank_listen http_listen kernel_cache "
+    "cluster_ca cluster_cert cluster_key insecure",
+}
+# Fields of a StatefulSet that may change; all others make the API server refuse an update.
+MUTABLE = {"replicas", "ordinals", "template", "updateStrategy", "persistentVolumeClaimRetentionPolicy", "minReadySeconds"}
+
+
+RENDERED = {name: chart.render(chart.values_of(name)) for name in chart.EXAMPLES}
+
+
+class Manifests(unittest.TestCase):
+    def test_lint_finds_nothing(self):
+        for name in chart.EXAMPLES:
+            report = helm.lint(str(chart.CHART), chart.values_of(name), strict=True, kube_version="v1.31.0")
+            self.assertEqual(report["errors"], [], name)
+            self.assertEqual([message for message in report["messages"] if message["severity"] >= 2], [], name)
+
+    def test_manifests_fit_the_schemas(self):
+        for manifests, _ in RENDERED.values():
+            for manifest in manifests.values():
+                if crds.is_known(manifest):
+                    crds.check(manifest)
+                    continue
+                for version in KUBERNETES_VERSIONS:
+                    chart.check_schema(manifest, version)
+
+    def test_a_misspelt_field_is_found(self):
+        manifests = copy.deepcopy(RENDERED["minimal"][0])
+        deployment = manifests["Deployment", "lockstep-coordinator"]
+        deployment["spec"]["template"]["spec"]["contaners"] = []
+        with self.assertRaises(AssertionError):
+            chart.check_schema(deployment, KUBERNETES_VERSIONS[0])
+
+    def test_golden_files(self):
+        for name, (manifests, notes) in RENDERED.items():
+            documents = [yaml.safe_dump(manifest, sort_keys=True, width=150) for manifest in manifests.values()]
+            text = "---\n".join(documents) + "".join(f"# {line}".rstrip() + "\n" for line in notes.splitlines())
+            # Files that are tested by themselves.
+            text = re.sub(r"(?s)(\n  lockstep.json: ).*?(?=\nkind:)", r"\1…", text)
+            path = chart.GOLDEN / f"{name}.yaml"
+            if os.environ.get("UPDATE_GOLDEN"):
+                path.write_text(text)
+            before = path.read_text() if path.exists() else ""
+            difference = difflib.unified_diff(before.splitlines(), text.splitlines(), str(path), "rendered", lineterm="")
+            self.assertEqual("\n".join(difference), "", "UPDATE_GOLDEN=1 takes the change over")
+
+    def test_notes_name_three_commands(self):
+        for _, notes in RENDERED.values():
+            commands = [line for line in notes.splitlines() if line.startswith("  ")]
+            self.assertEqual([line.split()[0] for line in commands], ["kubectl", "helm", "kubectl"])
+
+
+class Policies(unittest.TestCase):
+    def test_pods_are_confined(self):
+        for name, (manifests, _) in RENDERED.items():
+            for owner, pod in chart.pods(manifests):
+                security = pod["securityContext"]
+                self.assertTrue(security["runAsNonRoot"] and security["runAsUser"] > 0, owner)
+                self.assertEqual(security["seccompProfile"], {"type": "RuntimeDefault"}, owner)
+                self.assertFalse(pod["automountServiceAccountToken"], owner)
+                self.assertFalse(pod["enableServiceLinks"], owner)
+                self.assertFalse(pod.get("hostPID") or pod.get("hostNetwork"), owner)
+                self.assertEqual(bool(pod.get("hostIPC")), name == "hybrid" and owner == "lockstep-worker", owner)
+                for container in chart.containers(pod):
+                    allowed = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+                    self.assertEqual(container["securityContext"], allowed, owner)
+                    self.assertFalse([port for port in container.get("ports", []) if "hostPort" in port], owner)
+
+    def test_resources_are_bounded(self):
+        for manifests, _ in RENDERED.values():
+            for owner, pod in chart.pods(manifests):
+                for container in chart.containers(pod):
+                    resources = container["resources"]
+                    for kind in ("requests", "limits"):
+                        self.assertLessEqual({"cpu", "memory"}, set(resources[kind]), owner)
+                    devices = {key: value for key, value in resources["limits"].items() if "/" in key}
+                    same = {key: value for key, value in resources["requests"].items() if "/" in key}
+                    self.assertEqual(devices, same, owner)
+
+    def test_probes_are_truthful(self):
+        """Alive asks whether the process answers, ready whether it can work; neither waits for the other."""
+        for manifests, _ in RENDERED.values():
+            for owner, pod in chart.pods(manifests):
+                if pod.get("restartPolicy") == "Never":
+                    continue
+                for container in pod["containers"]:
+                    ports = {port["name"] for port in container["ports"]}
+                    alive, ready = container["livenessProbe"], container["readinessProbe"]
+                    for probe in (alive, ready, container["startupProbe"]):
+                        self.assertIn((probe.get("httpGet") or probe["tcpSocket"])["port"], ports, owner)
+                    if container["name"] != "etcd":
+                        self.assertEqual(alive["httpGet"]["path"], "/healthz", owner)
+                        self.assertEqual(ready["httpGet"]["path"], "/readyz", owner)
+                    self.assertGreaterEqual(alive["failureThreshold"] * alive["periodSeconds"], 60, owner)
+
+    def test_pods_end_when_they_have_drained(self):
+        values = chart.merged(chart.LEAST, {"coordinator": {"config": {"drain_timeout_secs": 90.5}}})
+        manifests, _ = chart.render(chart.merged(values, {"worker": {"config": {"drain_timeout_secs": 600}}}))
+        grace = {name: pod["terminationGracePeriodSeconds"] for name, pod in chart.pods(manifests) if "containers" in pod and "generate" not in name}
+        self.assertEqual(grace, {"lockstep-coordinator": 116, "lockstep-worker": 620})
+
+    def test_volumes_and_mounts_agree(self):
+        for manifests, _ in RENDERED.values():
+            claims = {m["metadata"]["name"]: [c["metadata"]["name"] for c in m["spec"].get("volumeClaimTemplates", [])] for m in chart.of_kind(manifests, "StatefulSet")}
+            for owner, pod in chart.pods(manifests):
+                volumes = {volume["name"] for volume in pod.get("volumes", [])} | set(claims.get(owner, []))
+                mounted = {mount["name"] for container in chart.containers(pod) for mount in container.get("volumeMounts", [])}
+                self.assertEqual(volumes, mounted, owner)
+
+    def test_services_and_policies_select_pods(self):
+        for manifests, _ in RENDERED.values():
+            labels = [m["spec"]["template"]["metadata"]["labels"] for m in chart.of_kind(manifests, *chart.WORKLOADS)]
+            for manifest in chart.of_kind(manifests, "Service", "NetworkPolicy", "PodDisruptionBudget"):
+                spec = manifest["spec"]
+                selector = spec["selector"] if manifest["kind"] == "Service" else (spec.get("selector") or spec["podSelector"])["matchLabels"]
+                self.assertTrue([found for found in labels if selector.items() <= found.items()], manifest["metadata"]["name"])
+
+    def test_only_members_reach_workers(self):
+        for manifests, _ in RENDERED.values():
+            rules = manifests["NetworkPolicy", "lockstep-worker"]["spec"]["ingress"]
+            for rule in rules:
+                parts = {peer.get("podSelector", {}).get("matchLabels", {}).get("app.kubernetes.io/component") for peer in rule["from"]}
+                ports = [port["port"] for port in rule.get("ports", [])]
+                self.assertIn((parts, ports), [({"worker"}, []), ({"coordinator"}, ["grpc"]), ({None}, ["metrics"])])
+
+
+class Settings(unittest.TestCase):
+    def test_keys_are_the_binary_s(self):
+        schema = json.loads((chart.CHART / "values.schema.json").read_text())
+        keys = {
+            "coordinator": schema["properties"]["coordinator"]["properties"]["config"]["properties"],
+            "worker": schema["$defs"]["pool"]["properties"]["config"]["properties"],
+        }
+        for command, known in keys.items():
+            shown = subprocess.run([os.environ["LOCKSTEP_BIN"], command, "--help"], capture_output=True, text=True, check=True).stdout
+            settings = shown.split("\n      --config ")[0]
+            flags = {flag.replace("-", "_") for flag in re.findall(r"^ +--([a-z-]+)", settings, re.MULTILINE)}
+            owned = set(OWNED[command].split())
+            self.assertEqual(flags, owned | set(known), f"settings of {command}, and those of the chart")
+            self.assertEqual(owned & set(known), set())
+
+    def test_every_value_has_a_schema(self):
+        """What values.yaml holds is allowed, and what the schema allows is in values.yaml."""
+        schema = json.loads((chart.CHART / "values.schema.json").read_text())
+        values = yaml.safe_load((chart.CHART / "values.yaml").read_text())
+        open_ended = {"config", "requests", "limits", "global"}
+
+        def compare(where, value, node):
+            node = schema["$defs"]["pool"] if "$ref" in node else node
+            if "properties" not in node or where.split(".")[-1] in open_ended:
+                return
+            self.assertIs(node.get("additionalProperties"), False, where)
+            self.assertEqual(set(value), set(node["properties"]) - {"global"}, where)
+            for key, child in value.items():
+                compare(f"{where}.{key}", child, node["properties"][key])
+
+        compare("", values, schema)
+
+    def test_bad_values_are_refused(self):
+        refused = {
+            "additional properties 'modle'": {"modle": {}},
+            "additional properties 'gpu'": {"pools": {"a": {"gpu": 1}}},
+            "additional properties 'polcy'": {"coordinator": {"config": {"polcy": "auto"}}},
+            "'/coordinator/config/policy'": {"coordinator": {"config": {"policy": "tensor=two"}}},
+            "'/worker/config/prefix_caching'": {"worker": {"config": {"prefix_caching": "yes"}}},
+            "'/coordinator/replicas'": {"coordinator": {"replicas": 0}},
+            "'/etcd/bundled/replicas'": {"etcd": {"bundled": {"replicas": 2}}},
+            "'/model/uri'": {"model": {"uri": "ftp://host/file"}},
+            "'/model/sha256'": {"model": {"sha256": "abc"}},
+            "'/worker/resources/limits/memory'": {"worker": {"resources": {"limits": {"memory": "a lot"}}}},
+            "propertyName 'etcd'": {"pools": {"etcd": {}}},
+            "'/telemetry/traceRatio'": {"telemetry": {"traceRatio": 2}},
+            "several coordinators meet in etcd": {"coordinator": {"replicas": 2}},
+            "or insecure=true": {"insecure": False},
+            "model.uri or model.path": {"model": {"path": ""}},
+            "etcd.endpoints": {"etcd": {"mode": "external"}},
+            "tls.cluster.secretName": {"tls": {"cluster": {"mode": "secret"}}},
+            "tls.clients.issuerRef.name": {"tls": {"clients": {"mode": "certManager"}}},
+            "monitoring.prometheusUrl": {"worker": {"autoscaling": {"enabled": True}}},
+            "ReadWriteMany is needed": {"worker": {"replicas": 2}, "model": {"cache": {"type": "persistentVolumeClaim", "accessModes": ["ReadWriteOnce"]}}},
+        }
+        for message, change in refused.items():
+            with self.subTest(message), self.assertRaises(helm.HelmError) as raised:
+                chart.render(chart.merged(chart.LEAST, change))
+            self.assertIn(message, str(raised.exception))
+
+
+class Upgrades(unittest.TestCase):
+    CHANGES = [
+        {"coordinator": {"config": {"policy": "tensor=4", "max_num_sequences": 7}}},
+        {"worker": {"replicas": 5, "gpus": 4, "config": {"memory": "1GiB"}, "sharedMemory": "1Gi", "hostIPC": True}},
+        {"worker": {"resources": {"limits": {"memory": "99Gi"}}, "autoscaling": {"enabled": True, "kind": "hpa"}}},
+        {"image": {"tag": "9.9.9", "repository": "elsewhere/lockstep"}, "telemetry": {"otlpEndpoint": "http://c:4317"}},
+        {"model": {"uri": "hf://org/repo/other.gguf", "path": "", "sha256": "0" * 64}},
+        {"insecure": True, "tls": {"cluster": {"mode": "secret", "secretName": "members"}}},
+        {"etcd": {"bundled": {"image": {"tag": "3.5.17-0"}, "resources": {"limits": {"memory": "2Gi"}}}}},
+        {"tenants": {"secretName": "others"}, "priorityClass": {"create": True}, "monitoring": {"rules": {"enabled": True}}},
+    ]
+
+    def immutable(self, manifests):
+        parts = {}
+        for manifest in chart.of_kind(manifests, "StatefulSet"):
+            parts[manifest["metadata"]["name"]] = {k: v for k, v in manifest["spec"].items() if k not in MUTABLE}
+        for manifest in chart.of_kind(manifests, "Deployment"):
+            parts[manifest["metadata"]["name"]] = manifest["spec"]["selector"]
+        for manifest in chart.of_kind(manifests, "Service"):
+            parts["service " + manifest["metadata"]["name"]] = manifest["spec"].get("clusterIP")
+        return parts
+
+    def test_nothing_is_recreated(self):
+        for name in chart.EXAMPLES:
+            values = chart.values_of(name)
+            before = self.immutable(chart.render(values)[0])
+            for change in self.CHANGES:
+                with self.subTest(name, change=change):
+                    self.assertEqual(self.immutable(chart.render(chart.merged(values, change))[0]), before)
+
+    def test_a_new_version_of_the_chart_changes_its_images_alone(self):
+        with tempfile.TemporaryDirectory() as folder:
+            copied = pathlib.Path(folder) / "lockstep"
+            subprocess.run(["cp", "-r", str(chart.CHART), str(copied)], check=True)
+            text = (copied / "Chart.yaml").read_text()
+            (copied / "Chart.yaml").write_text(re.sub(r"(?m)^(version|appVersion): .*", r"\1: 8.8.8", text))
+            newer = helm.Chart.load(str(copied))
+            for name in chart.EXAMPLES:
+                values = chart.merged(chart.values_of(name), {"image": {"tag": "1"}})
+                before, after = chart.render(values)[0], chart.render(values, newer)[0]
+                self.assertEqual(self.immutable(before), self.immutable(after))
+                for one, other in zip(chart.of_kind(before, *chart.WORKLOADS), chart.of_kind(after, *chart.WORKLOADS)):
+                    self.assertEqual(one["spec"]["template"], other["spec"]["template"], name)
+
+    def test_scaling_starts_no_pod_anew(self):
+        values = chart.values_of("tensor-2x8")
+        before, after = chart.render(values)[0], chart.render(chart.merged(values, {"worker": {"replicas": 3}}))[0]
+        for key in (("Deployment", "lockstep-coordinator"), ("StatefulSet", "lockstep-worker")):
+            self.assertEqual(before[key]["spec"]["template"], after[key]["spec"]["template"])
+        config = after["ConfigMap", "lockstep"]["data"]["coordinator.toml"]
+        self.assertIn("min_workers = 3\n", config)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,121 @@
+"""What the chart describes comes up on this machine and answers: its command lines, settings, probes and `helm test`.
+
+Needs the binary (LOCKSTEP_BIN), the small model (LOCKSTEP_TEST_MODEL), etcd and openssl; apart from test_chart.py because
+its processes want the machine for themselves.
+"""
+
+import hashlib
+import http.server
+import os
+import pathlib
+import re
+import subprocess
+import tempfile
+import threading
+import unittest
+
+import chart
+from kubelet import Node
+
+MODEL = pathlib.Path(os.environ["LOCKSTEP_TEST_MODEL"])
+# Small workers, several on a machine.
+SMALL = {"worker": {"gpus": 0, "replicas": 2, "config": {"threads_per_device": 1, "memory": "1GiB"}}}
+
+
+def authority(folder):
+    """A new authority; returns what signs a certificate for the loopback net."""
+
+    def openssl(*arguments):
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    openssl("req", "-x509", *key, "-days", "30", "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.pem")
+
+    def sign(addresses):
+        openssl("req", *key, "-subj", "/CN=member", "-keyout", "member.key", "-out", "member.csr")
+        names = ",".join(["DNS:lockstep-member", *(f"IP:{address}" for address in addresses)])
+        (folder / "extensions").write_text(f"subjectAltName={names}\nextendedKeyUsage=serverAuth,clientAuth\n")
+        sign = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "30", "-extfile", "extensions"]
+        openssl("x509", "-req", "-in", "member.csr", *sign, "-out", "member.pem")
+        read = lambda name: (folder / name).read_text()
+        return {"ca.crt": read("ca.pem"), "tls.crt": read("member.pem"), "tls.key": read("member.key")}
+
+    return sign
+
+
+def serve_model():
+    """The model over HTTP, for the init containers."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("content-length", str(MODEL.stat().st_size))
+            self.end_headers()
+            with open(MODEL, "rb") as file:
+                while piece := file.read(1 << 20):
+                    self.wfile.write(piece)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+class Cluster(unittest.TestCase):
+    def check(self, node):
+        """It is up: probes, ports, `helm test`; then a worker and a coordinator end as they should."""
+        for pod in node.pods.values():
+            self.assertTrue(pod.probe("livenessProbe"), pod.name)
+            self.assertTrue(pod.probe("startupProbe"), pod.name)
+            declared = {port["containerPort"] for port in pod.spec["containers"][0]["ports"]}
+            self.assertEqual(pod.listening_ports(), declared, pod.name)
+        status, output = node.run_test_pod()
+        self.assertEqual(status, 0, output)
+        self.assertIn("Paris", output)
+        for component in ("worker", "coordinator"):
+            pod = node.of(component)[-1]
+            self.assertEqual(pod.terminate(), 0, pod.name)
+
+    def test_one_coordinator_and_a_model_from_a_server(self):
+        server = serve_model()
+        self.addCleanup(server.server_close)
+        self.addCleanup(server.shutdown)
+        url = f"http://127.0.0.1:{server.server_port}/model.gguf"
+        source = {"uri": url, "sha256": hashlib.sha256(MODEL.read_bytes()).hexdigest()}
+        manifests, _ = chart.render(chart.merged(chart.merged(chart.values_of("cpu"), SMALL), {"model": source}))
+        with Node(manifests) as node:
+            node.start()
+            node.wait_ready()
+            self.check(node)
+
+    def test_coordinators_over_etcd_with_certificates_and_tenants(self):
+        values = {
+            "insecure": True,
+            "model": {"path": MODEL.name, "cache": {"type": "persistentVolumeClaim", "existingClaim": "models"}},
+            "coordinator": {"replicas": 2, "config": {"policy": "tensor=2", "max_sequence_tokens": 2048}},
+            "etcd": {"mode": "bundled"},
+            "tls": {
+                "cluster": {"mode": "secret", "secretName": "cluster"},
+                "clients": {"mode": "secret", "secretName": "clients"},
+            },
+            "tenants": {"secretName": "tenants", "testKey": {"secretName": "test-tenant"}},
+        }
+        manifests, _ = chart.render(chart.merged(values, SMALL))
+        with Node(manifests) as node:
+            addresses = [pod.address for pod in node.pods.values()]
+            for name in ("cluster", "clients"):
+                with tempfile.TemporaryDirectory() as folder:
+                    node.secrets[name] = authority(pathlib.Path(folder))(addresses)
+            made = subprocess.run([os.environ["LOCKSTEP_BIN"], "tenant", "new", "test"], capture_output=True, text=True, check=True)
+            node.secrets["tenants"] = {"tenants.toml": made.stdout}
+            node.secrets["test-tenant"] = {"api-key": re.search(r"lockstep-\S+", made.stdout + made.stderr)[0]}
+            (node.shared("models") / MODEL.name).symlink_to(MODEL)
+            node.start()
+            node.wait_ready()
+            self.check(node)
+
+
+if __name__ == "__main__":
+    unittest.main()
