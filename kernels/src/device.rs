@@ -2,7 +2,7 @@
 //! For: the executor of a rank, which is written once and generic over it.
 //! Invariant: a device belongs to one OS thread; calls execute in order; outputs may be read after `step` returns.
 
-use lockstep_formats::Dtype;
+use lockstep_formats::{Dtype, PeerLink};
 
 use crate::{
     KernelError,
@@ -21,6 +21,8 @@ pub struct DeviceInfo {
     pub memory_bytes_per_second: f64,
     /// Sustained rate of quantized matmul, two operations per multiply-add (measured briefly at start).
     pub operations_per_second: f64,
+    /// What joins it with other devices of its host, if they exchange values without their processes.
+    pub peer_link: Option<PeerLink>,
 }
 
 /// Memory that operations take for the time of a step, beside tensors, weights and KV cache.

@@ -23,7 +23,7 @@ mod properties;
 #[cfg(test)]
 mod tests;
 
-pub use lockstep_formats::Dtype;
+pub use lockstep_formats::{Dtype, PeerLink};
 
 pub use codec::{decode, decode_shape, encode, encode_shape};
 pub use error::PlanError;

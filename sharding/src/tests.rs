@@ -275,3 +275,36 @@ fn identical_replicas_share_a_table_and_estimates_are_rounded() {
     let rate = explanation.replicas[0].decode_tokens_per_second;
     assert!((500.0..3000.0).contains(&rate) && rate.to_string().len() <= 4, "{rate}");
 }
+
+#[test]
+fn gpus_that_a_worker_says_are_joined_are_planned_like_described_ones() {
+    let model = shape((8192, 28672, 80), (64, 8, 128), 128_256, GgmlType::Q4_K, false);
+    let described = Topology::parse_devices("4*h200@a").unwrap();
+    // As a coordinator makes it of what workers report.
+    let registered = |peer_link| {
+        let mut topology = Topology {
+            intra_host: Some(LinkSpec::TCP_LOOPBACK),
+            inter_host: Some(LinkSpec::TCP_ETHERNET),
+            ..described.clone()
+        };
+        topology.devices.iter_mut().for_each(|device| device.peer_link = peer_link);
+        topology
+    };
+    let cut = |topology: &Topology| {
+        let plan = plan(&model, topology, &"replicas=1".parse().unwrap(), &PlanOptions::default()).unwrap();
+        let replica = &plan.replicas[0];
+        let estimates = replica.stages.iter().flat_map(|stage| &stage.ranks).map(|rank| rank.decode_step_ms);
+        (replica.stages.len(), replica.stages[0].ranks.len(), estimates.collect::<Vec<_>>())
+    };
+    let wanted = cut(&described);
+    assert_eq!((wanted.0, wanted.1), (1, 4));
+    assert_eq!(cut(&registered(Some(PeerLink::Nvlink))), wanted);
+    assert_ne!(cut(&registered(None)).1, 4);
+    // The slowest link of a group holds it up; a device that says nothing is reached over TCP.
+    let mut mixed = registered(Some(PeerLink::Nvlink));
+    mixed.devices[1].peer_link = Some(PeerLink::Pcie);
+    mixed.devices[3].peer_link = None;
+    let (nvlink, pcie) = (mixed.link(&[0, 2]), mixed.link(&[0, 1]));
+    assert!(nvlink.bytes_per_second > pcie.bytes_per_second && pcie.bytes_per_second > 1e10, "{nvlink:?} {pcie:?}");
+    assert_eq!(mixed.link(&[0, 3]), LinkSpec::TCP_LOOPBACK);
+}

@@ -4,7 +4,7 @@
 //!
 //! The form of a topology file is described in `docs/topology.md`.
 
-use lockstep_formats::Dtype;
+use lockstep_formats::{Dtype, PeerLink};
 use serde::{Deserialize, Serialize};
 
 use crate::PlanError;
@@ -42,6 +42,9 @@ pub struct DeviceSpec {
     /// Type of keys and values that is asked for; `None`: what suits the model.
     #[serde(default)]
     pub dtype: Option<Dtype>,
+    /// What joins it with those devices of its host that have one too; `None`: what the topology says of the host.
+    #[serde(default)]
+    pub peer_link: Option<PeerLink>,
 }
 
 impl DeviceSpec {
@@ -76,6 +79,13 @@ impl LinkSpec {
     pub const TCP_LOOPBACK: Self = Self { latency_seconds: 15e-6, bytes_per_second: 1.7e9 };
     /// TCP between hosts, ten gigabits a second.
     pub const TCP_ETHERNET: Self = Self { latency_seconds: 50e-6, bytes_per_second: 1.1e9 };
+
+    fn of(link: PeerLink) -> Self {
+        match link {
+            PeerLink::Nvlink => NVLINK,
+            PeerLink::Pcie => PCIE,
+        }
+    }
 }
 
 /// A device that is known by name. Memory is that of an idle device; rates are sustained ones, about nine tenths of the
@@ -196,6 +206,10 @@ impl Topology {
     pub(crate) fn link(&self, devices: &[usize]) -> LinkSpec {
         let specs = || devices.iter().filter_map(|&device| self.devices.get(device));
         let is_one_host = specs().zip(specs().skip(1)).all(|(one, next)| one.host == next.host);
+        let slowest = |slowest: PeerLink, spec: &DeviceSpec| spec.peer_link.map(|link| slowest.max(link));
+        if let (true, Some(link)) = (is_one_host, specs().try_fold(PeerLink::Nvlink, slowest)) {
+            return LinkSpec::of(link);
+        }
         let stated = if is_one_host { self.intra_host } else { self.inter_host };
         stated.unwrap_or_else(|| {
             // A kind's name is part of the name that a worker reports: `cuda NVIDIA H200`.
@@ -229,6 +243,7 @@ impl Topology {
                         memory_bytes_per_second: entry.memory_bytes_per_second.unwrap_or(known.memory_bytes_per_second),
                         operations_per_second: entry.operations_per_second.unwrap_or(known.operations_per_second),
                         dtype: None,
+                        peer_link: None,
                     });
                     local_rank += 1;
                 }

@@ -52,11 +52,13 @@ pub fn topology(
                 operations_per_second: device.operations_per_second,
                 // Registration refuses names that it does not know.
                 dtype: device.dtype.parse().ok(),
+                // A kind of link that is not known here is not counted on.
+                peer_link: device.peer_link.parse().ok(),
             });
         }
     }
     equalize(&mut devices);
-    // Ranks meet over TCP whatever their devices are linked by.
+    // Ranks meet over TCP where their devices do not by themselves.
     Topology { devices, intra_host: Some(LinkSpec::TCP_LOOPBACK), inter_host: Some(LinkSpec::TCP_ETHERNET) }
 }
 
@@ -162,6 +164,8 @@ pub fn rank_addresses(
 
 #[cfg(test)]
 mod tests {
+    use lockstep_sharding::PeerLink;
+
     use super::*;
     use crate::cluster::{MemoryRegistry, Registry};
 
@@ -190,6 +194,18 @@ mod tests {
     }
 
     #[test]
+    fn what_joins_devices_is_planned_with() {
+        let registry = MemoryRegistry::default();
+        let devices = ["nvlink", "pcie", "", "a link of tomorrow"];
+        let devices = devices.map(|link| v1::WorkerDevice { peer_link: link.to_owned(), ..Default::default() });
+        let hello = v1::WorkerHello { worker_id: "w".to_owned(), devices: devices.to_vec(), ..Default::default() };
+        let _lease = registry.register(hello).unwrap();
+        let workers = registry.watch().borrow().clone();
+        let links: Vec<_> = topology("m", &workers, |_| true, &[]).devices.iter().map(|it| it.peer_link).collect();
+        assert_eq!(links, [Some(PeerLink::Nvlink), Some(PeerLink::Pcie), None, None]);
+    }
+
+    #[test]
     fn what_other_models_hold_is_not_promised_again() {
         let device = v1::WorkerDevice { memory_bytes: 900, host_memory_bytes: 900, ..Default::default() };
         let mut host = HostMemory::default();
@@ -211,6 +227,7 @@ mod tests {
             memory_bytes_per_second: rate,
             operations_per_second: rate * 2.0,
             dtype: None,
+            peer_link: None,
         };
         let mut devices =
             [device("a", "cpu", 1.0), device("a", "cpu", 9.0), device("a", "gpu", 50.0), device("b", "cpu", 3.0)];

@@ -388,6 +388,7 @@ impl StubWorker {
                 memory_bytes_per_second: 1e10,
                 operations_per_second: 1e11,
                 dtype: String::new(),
+                peer_link: String::new(),
             }],
             version: "0".into(),
             http_address: HTTP_ADDRESS.into(),

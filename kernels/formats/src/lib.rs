@@ -1,13 +1,15 @@
-//! GGUF element types: the ids, names and block sizes of the tensors that a checkpoint stores; types of KV caches.
+//! GGUF element types: the ids, names and block sizes of the tensors that a checkpoint stores; types of KV caches; kinds of links
+//! between GPUs.
 //! For: readers and writers of checkpoints, the planner (bytes, split borders) and the kernels.
 //! Invariant: a tensor row is a whole number of blocks; nothing else about a type is stated here.
 //! Not here: what the bits of a block mean (`lockstep_kernels::quant`).
 
 mod dtype;
+mod peer_link;
 
 use serde::{Deserialize, Serialize};
 
-pub use self::dtype::Dtype;
+pub use self::{dtype::Dtype, peer_link::PeerLink};
 
 /// An element type of the GGUF specification (`ggml_type`), by its standard name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

@@ -72,6 +72,7 @@ impl CpuDevice {
             memory_bytes: info::available_memory_bytes(),
             memory_bytes_per_second: info::measure_read_bandwidth(&self.team),
             operations_per_second: info::measure_matmul_rate(self)?,
+            peer_link: None,
         })
     }
 }

@@ -10,6 +10,7 @@ use lockstep_formats::GgmlType;
 use super::{
     Activations, DeviceBuffer, Forms, Gpu,
     matmul::{CudaLinear, Matmul, MatmulCall, Target},
+    probe,
 };
 use crate::{KernelError, device::DeviceInfo, ops::HostMatrix};
 
@@ -51,6 +52,7 @@ impl Gpu {
             memory_bytes: (free as u64).saturating_sub(RESERVED_BYTES),
             memory_bytes_per_second: measure_bandwidth(self)?,
             operations_per_second: measure_matmul_rate(self)?,
+            peer_link: probe::peer_link(self.ordinal())?,
         })
     }
 }

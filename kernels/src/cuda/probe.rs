@@ -2,9 +2,10 @@
 //! For: choosing a device, and everything that is about to call one of the libraries.
 //! Invariant: `cudarc` panics when a library is absent, so nothing calls one that was not found here first.
 
-use std::{ffi::c_int, sync::OnceLock};
+use std::{error::Error, ffi::c_int, sync::OnceLock};
 
 use cudarc::{cublaslt, driver, nccl, nvrtc};
+use lockstep_formats::PeerLink;
 
 use crate::KernelError;
 
@@ -86,6 +87,38 @@ pub fn num_devices() -> Result<usize, KernelError> {
     expect_driver_for_nvrtc(version, major, minor)?;
     let count = driver::result::device::get_count().map_err(|code| error(describe(code)))?;
     usize::try_from(count).ok().filter(|count| *count > 0).ok_or_else(|| error("the driver shows no GPU".to_owned()))
+}
+
+/// What joins a GPU with all others that the driver shows; `None` without NCCL, which brings GPUs together. A GPU that is
+/// shown alone may have others beside it, of which no more is known than that they are on the same machine.
+///
+/// # Errors
+/// As [`num_devices`], or if the driver does not tell.
+pub(super) fn peer_link(ordinal: usize) -> Result<Option<PeerLink>, KernelError> {
+    if !Library::Nccl.is_present() {
+        return Ok(None);
+    }
+    let num_devices = num_devices()?;
+    let mut link = if num_devices > 1 { PeerLink::Nvlink } else { PeerLink::Pcie };
+    for other in (0..num_devices).filter(|other| *other != ordinal) {
+        if !has_atomics(ordinal, other)? {
+            link = PeerLink::Pcie;
+        }
+    }
+    Ok(Some(link))
+}
+
+/// Whether a GPU changes values in the memory of another at once, which NVLink can do and PCI Express cannot.
+fn has_atomics(from: usize, to: usize) -> Result<bool, KernelError> {
+    let fail =
+        |code| error(format!("the driver does not tell what joins cuda:{from} and cuda:{to}: {}", describe(code)));
+    let device = |ordinal| driver::result::device::get(c_int::try_from(ordinal).unwrap_or(c_int::MAX)).map_err(fail);
+    let (from, to) = (device(from)?, device(to)?);
+    let attribute = driver::sys::CUdevice_P2PAttribute::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED;
+    let mut value = 0;
+    // SAFETY: the pointer is to a local; the library is present, and both devices are the driver's.
+    unsafe { driver::sys::cuDeviceGetP2PAttribute(&raw mut value, attribute, from, to) }.result().map_err(fail)?;
+    Ok(value == 1)
 }
 
 /// Version of NVRTC, such as 13 and 0.

@@ -240,12 +240,13 @@ fn hello(
             memory_bytes: match (own, shared) {
                 (Some(own), Some(_)) => own,
                 (None, Some(shared)) => shared / num_devices,
-                (own, None) => own.unwrap_or(u64::MAX).min(usable_bytes(info.memory_bytes)),
+                (own, None) => own.unwrap_or_else(|| usable_bytes(info.memory_bytes)),
             },
             host_memory_bytes: shared.map_or(0, |shared| shared.max(limit.unwrap_or(0))),
             memory_bytes_per_second: info.memory_bytes_per_second,
             operations_per_second: info.operations_per_second,
             dtype: config.devices.dtype.map_or_else(String::new, |dtype| dtype.to_string()),
+            peer_link: info.peer_link.map_or_else(String::new, |link| link.to_string()),
         }
     };
     // Others cannot reach what listens for this machine only, unless they are on it.

@@ -183,6 +183,7 @@ fn topology(num_devices: usize, kind: &str, dtype: Option<Dtype>) -> Topology {
         memory_bytes_per_second: BYTES_PER_SECOND,
         operations_per_second: OPERATIONS_PER_SECOND,
         dtype,
+        peer_link: None,
     };
     Topology { devices: (0..num_devices).map(device).collect(), intra_host: None, inter_host: None }
 }
