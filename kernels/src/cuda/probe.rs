@@ -60,13 +60,42 @@ impl Library {
     }
 
     fn missing(self) -> KernelError {
+        let name = self.name();
+        let stem = name.strip_prefix("lib").unwrap_or(name);
+        let names = cudarc::get_lib_name_candidates(stem);
+        // Names of other systems, such as nvrtc64_13, are of no use here.
+        let tried: Vec<String> = names.into_iter().filter(|tried| tried.starts_with(&format!("{name}."))).collect();
+        let refusals: Vec<String> = tried.iter().filter_map(|tried| refusal(tried)).collect();
+        error(self.why_missing(&tried, &refusals))
+    }
+
+    /// What to say of a library that was opened under none of the names; `refusals` are the loader's words about those
+    /// under which there is a file.
+    fn why_missing(self, tried: &[String], refusals: &[String]) -> String {
+        let (name, tried) = (self.name(), tried.join(", "));
+        if !refusals.is_empty() {
+            return format!("{name} is there but cannot be loaded: {}", refusals.join("; "));
+        }
         let source = match self {
             Self::Driver => "the NVIDIA driver",
             Self::Nvrtc | Self::CublasLt => "the CUDA toolkit or its runtime packages",
             Self::Nccl => "NCCL",
         };
-        error(format!("{} is not found: it comes with {source}; LD_LIBRARY_PATH may name its folder", self.name()))
+        format!(
+            "{name} is not found: it comes with {source}; the loader has none of {tried} in the folders of LD_LIBRARY_PATH \
+             and of the system"
+        )
     }
+}
+
+/// The loader's words about a file that it cannot load; `None` if there is no such file, or it can.
+fn refusal(name: &str) -> Option<String> {
+    // SAFETY: as in `is_present`.
+    let problem = unsafe { libloading::Library::new(name) }.err()?;
+    let words = problem.source().unwrap_or(&problem).to_string();
+    // A missing file is reported in these words too if another library needs it: then it is not this one's name.
+    let is_absent = words.starts_with(&format!("{name}: cannot open shared object file: No such file"));
+    (!is_absent).then_some(words)
 }
 
 /// GPUs of this machine that the driver shows.
@@ -182,6 +211,19 @@ mod tests {
             let message = num_devices().unwrap_err().to_string();
             assert!(message.contains("libcuda is not found"), "{message}");
         }
+    }
+
+    #[test]
+    fn what_is_there_and_cannot_be_loaded_is_said_in_the_words_of_the_loader() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("libnvrtc.so.13");
+        std::fs::write(&path, [0; 100]).unwrap();
+        let path = path.to_string_lossy();
+        let refusal = refusal(&path).unwrap();
+        assert!(refusal.starts_with(&*path) && !refusal.contains("No such file"), "{refusal}");
+        let message = Library::Nvrtc.why_missing(&[], std::slice::from_ref(&refusal));
+        assert_eq!(message, format!("libnvrtc is there but cannot be loaded: {refusal}"));
+        assert_eq!(super::refusal(&format!("{path}.no")), None);
     }
 
     #[test]
