@@ -32,6 +32,10 @@ pub struct Scratch {
     pub used_bytes: usize,
     /// Most that was ever taken at a time.
     pub high_water_bytes: usize,
+    /// Times that an operation took some.
+    pub num_requests: u64,
+    /// Of these, times that what earlier operations had given back was large enough.
+    pub num_hits: u64,
 }
 
 /// Sizes of a paged KV cache.

@@ -2,7 +2,13 @@
 //! Invariant: a meter holds handles that are atomics, so that counting a step takes neither a lock nor memory. Series
 //! are named by model, replica and rank alone, which plans bound; gauges go when what they describe is gone.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
 
 use lockstep_kernels::device::Scratch;
 use lockstep_sharding::RankPlan;
@@ -80,6 +86,8 @@ define_metrics! {
             "Scratch memory of operations in use on a rank's GPU after its last step";
         rank_scratch_high_water_bytes: Gauges = "lockstep_worker_rank_scratch_high_water_bytes" ["model", "replica", "rank"],
             "Most scratch memory that was ever in use at a time on a rank's GPU";
+        rank_scratch_requests: Counters = "lockstep_worker_rank_scratch_requests_total" ["model", "replica", "rank", "outcome"],
+            "Times that an operation took scratch memory on a rank's GPU, by outcome: reused, allocated";
     }
 }
 
@@ -232,6 +240,34 @@ impl EngineMeter {
     }
 }
 
+/// Scratch memory of a rank's device after its last step: written by the rank's thread, read by whoever reports it.
+#[derive(Debug, Default)]
+pub(crate) struct LastScratch {
+    used_bytes: AtomicUsize,
+    high_water_bytes: AtomicUsize,
+    num_requests: AtomicU64,
+    num_hits: AtomicU64,
+}
+
+impl LastScratch {
+    fn set(&self, scratch: Scratch) {
+        self.used_bytes.store(scratch.used_bytes, Ordering::Relaxed);
+        self.high_water_bytes.store(scratch.high_water_bytes, Ordering::Relaxed);
+        self.num_requests.store(scratch.num_requests, Ordering::Relaxed);
+        self.num_hits.store(scratch.num_hits, Ordering::Relaxed);
+    }
+
+    /// The numbers, of which some may be those of the step before.
+    pub fn get(&self) -> Scratch {
+        Scratch {
+            used_bytes: self.used_bytes.load(Ordering::Relaxed),
+            high_water_bytes: self.high_water_bytes.load(Ordering::Relaxed),
+            num_requests: self.num_requests.load(Ordering::Relaxed),
+            num_hits: self.num_hits.load(Ordering::Relaxed),
+        }
+    }
+}
+
 /// Counts for a rank's thread.
 pub(crate) struct RankMeter {
     gauges: OwnGauges<4>,
@@ -241,17 +277,27 @@ pub(crate) struct RankMeter {
     host_bytes: IntCounter,
     host_seconds: Counter,
     device_bytes: IntCounter,
+    scratch_reused: Total,
+    scratch_allocated: Total,
+    last_scratch: Arc<LastScratch>,
 }
 
 impl RankMeter {
-    /// Counts for the rank that `plan` describes.
-    pub fn new(metrics: &Metrics, model: &str, replica: usize, plan: &RankPlan) -> Self {
+    /// Counts for the rank that `plan` describes, and keeps `last_scratch` up to date.
+    pub fn new(
+        metrics: &Metrics,
+        model: &str,
+        replica: usize,
+        plan: &RankPlan,
+        last_scratch: Arc<LastScratch>,
+    ) -> Self {
         let (index, rank) = (replica.to_string(), plan.rank.to_string());
         let Metrics { rank_weight_bytes, rank_kv_bytes, rank_scratch_bytes, rank_scratch_high_water_bytes, .. } =
             metrics;
         let families = [rank_weight_bytes, rank_kv_bytes, rank_scratch_bytes, rank_scratch_high_water_bytes];
         let (hosts, devices) = ([model, &index, &rank, "hosts"], [model, &index, &rank, "devices"]);
-        let meter = Self {
+        let scratch = |outcome| Total::new(&metrics.rank_scratch_requests, &[model, &index, &rank, outcome]);
+        let mut meter = Self {
             gauges: OwnGauges::new(families, vec![model.to_owned(), index.clone(), rank.clone()]),
             weight_bytes: plan.weight_bytes as f64,
             kv_bytes: plan.kv_bytes as f64,
@@ -259,13 +305,16 @@ impl RankMeter {
             host_bytes: metrics.collective_bytes.with_label_values(&hosts),
             host_seconds: metrics.collective_seconds.with_label_values(&hosts),
             device_bytes: metrics.collective_bytes.with_label_values(&devices),
+            scratch_reused: scratch("reused"),
+            scratch_allocated: scratch("allocated"),
+            last_scratch,
         };
         meter.memory(Scratch::default());
         meter
     }
 
     /// Counts an executed step.
-    pub fn step(&self, duration: Duration, traffic: &Traffic, scratch: Scratch) {
+    pub fn step(&mut self, duration: Duration, traffic: &Traffic, scratch: Scratch) {
         self.step_seconds.observe(duration.as_secs_f64());
         self.host_bytes.inc_by(traffic.host_bytes);
         self.host_seconds.inc_by(traffic.host_time.as_secs_f64());
@@ -273,8 +322,11 @@ impl RankMeter {
         self.memory(scratch);
     }
 
-    fn memory(&self, scratch: Scratch) {
-        let Scratch { used_bytes, high_water_bytes } = scratch;
+    fn memory(&mut self, scratch: Scratch) {
+        let Scratch { used_bytes, high_water_bytes, num_requests, num_hits } = scratch;
+        self.scratch_reused.reach(num_hits);
+        self.scratch_allocated.reach(num_requests.saturating_sub(num_hits));
+        self.last_scratch.set(scratch);
         self.gauges.set([self.weight_bytes, self.kv_bytes, used_bytes as f64, high_water_bytes as f64]);
     }
 }
@@ -284,6 +336,27 @@ mod tests {
     use lockstep_telemetry::metrics::render;
 
     use super::*;
+
+    #[test]
+    fn scratch_memory_is_counted_and_reported() {
+        let (metrics, last) = (Metrics::new().unwrap(), Arc::new(LastScratch::default()));
+        let plan = RankPlan { rank: 3, ..RankPlan::default() };
+        let mut meter = RankMeter::new(&metrics, "m", 0, &plan, Arc::clone(&last));
+        for (num_requests, num_hits) in [(10, 7), (30, 27)] {
+            let scratch = Scratch { used_bytes: 0, high_water_bytes: 4096, num_requests, num_hits };
+            meter.step(Duration::from_millis(1), &Traffic::default(), scratch);
+            assert_eq!(last.get(), scratch);
+        }
+        let text = render(&[Some(metrics.registry())]);
+        let labels = "model=\"m\"";
+        for line in [
+            format!("lockstep_worker_rank_scratch_high_water_bytes{{{labels},rank=\"3\",replica=\"0\"}} 4096"),
+            format!("requests_total{{{labels},outcome=\"reused\",rank=\"3\",replica=\"0\"}} 27"),
+            format!("requests_total{{{labels},outcome=\"allocated\",rank=\"3\",replica=\"0\"}} 3"),
+        ] {
+            assert!(text.contains(&line), "{line}: {text}");
+        }
+    }
 
     #[test]
     fn gauges_go_with_the_replica_and_counters_stay() {

@@ -1,12 +1,13 @@
 //! The state of the cluster as operators see it: for `Admin.GetCluster`, `lockstep status` and the status page.
 
 use lockstep_proto::v1;
+use lockstep_sharding::RankPlan;
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use crate::{
     cluster::{PlanStore, WorkerRecord, Workers, store},
-    served::{ModelTable, Replica, ReplicaState, ServedModel},
+    served::{Member, ModelTable, Replica, ReplicaState, ServedModel},
 };
 
 /// Live workers and desired models, and the store if there may be other coordinators.
@@ -61,20 +62,26 @@ fn replica_status(replica: &Replica, live: &Workers) -> v1::ReplicaStatus {
         ReplicaState::Broken(breakage) => (v1::ReplicaState::Broken, breakage.detail),
     };
     let ranks = replica.plan.stages.iter().enumerate().flat_map(|(stage_index, stage)| {
-        stage.ranks.iter().map(move |rank| v1::RankStatus {
-            rank: rank.rank as u32,
-            worker_id: rank.worker_id.clone(),
-            local_rank: rank.local_rank as u32,
-            pipeline_stage: stage_index as u32,
-            first_layer: stage.layers.start as u32,
-            end_layer: stage.layers.end as u32,
-            num_query_heads: rank.query_heads.len() as u32,
-            num_key_value_heads: rank.key_value_heads.len() as u32,
-            intermediate_columns: rank.intermediate.len() as u32,
-            weight_bytes: rank.weight_bytes,
-            kv_bytes: rank.kv_bytes,
-            dtype: rank.dtype.to_string(),
-            dtype_reason: rank.dtype_reason.clone(),
+        stage.ranks.iter().map(move |rank| {
+            let scratch = rank_report(replica, rank, live).unwrap_or_default();
+            v1::RankStatus {
+                rank: rank.rank as u32,
+                worker_id: rank.worker_id.clone(),
+                local_rank: rank.local_rank as u32,
+                pipeline_stage: stage_index as u32,
+                first_layer: stage.layers.start as u32,
+                end_layer: stage.layers.end as u32,
+                num_query_heads: rank.query_heads.len() as u32,
+                num_key_value_heads: rank.key_value_heads.len() as u32,
+                intermediate_columns: rank.intermediate.len() as u32,
+                weight_bytes: rank.weight_bytes,
+                kv_bytes: rank.kv_bytes,
+                dtype: rank.dtype.to_string(),
+                dtype_reason: rank.dtype_reason.clone(),
+                scratch_high_water_bytes: scratch.scratch_high_water_bytes,
+                scratch_requests: scratch.scratch_requests,
+                scratch_hits: scratch.scratch_hits,
+            }
         })
     });
     v1::ReplicaStatus {
@@ -93,9 +100,18 @@ pub fn engine_status(replica: &Replica, live: &Workers) -> Option<v1::EngineStat
 
 /// What the leader last reported of a replica.
 fn report<'a>(replica: &Replica, live: &'a Workers) -> Option<&'a v1::ReplicaReport> {
-    let leader = replica.members.first()?;
-    let record = live.get(&leader.worker_id).filter(|record| record.session == leader.session)?;
+    report_of(replica, replica.members.first()?, live)
+}
+
+fn report_of<'a>(replica: &Replica, member: &Member, live: &'a Workers) -> Option<&'a v1::ReplicaReport> {
+    let record = live.get(&member.worker_id).filter(|record| record.session == member.session)?;
     record.replicas.iter().find(|report| replica.is_meant_by(report))
+}
+
+/// What a rank's worker last reported of it.
+fn rank_report(replica: &Replica, rank: &RankPlan, live: &Workers) -> Option<v1::RankReport> {
+    let member = replica.members.iter().find(|member| member.worker_id == rank.worker_id)?;
+    report_of(replica, member, live)?.ranks.iter().find(|report| report.rank as usize == rank.rank).copied()
 }
 
 /// The same as JSON, with the names of the wire contract.
@@ -135,6 +151,8 @@ fn replica_json(replica: &v1::ReplicaStatus) -> Value {
             "num_query_heads": rank.num_query_heads, "num_key_value_heads": rank.num_key_value_heads,
             "intermediate_columns": rank.intermediate_columns, "weight_bytes": rank.weight_bytes,
             "kv_bytes": rank.kv_bytes, "dtype": rank.dtype, "dtype_reason": rank.dtype_reason,
+            "scratch_high_water_bytes": rank.scratch_high_water_bytes, "scratch_requests": rank.scratch_requests,
+            "scratch_hits": rank.scratch_hits,
         })
     });
     let engine = replica.engine.map(|engine| {

@@ -137,6 +137,7 @@ impl StubState {
             replica: part.replica,
             problem: problem.clone(),
             stall: self.stall.lock().unwrap().clone(),
+            ranks: Vec::new(),
             engine: Some(v1::EngineStatus {
                 num_kv_blocks: 16,
                 num_free_kv_blocks: 12,

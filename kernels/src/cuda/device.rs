@@ -211,8 +211,8 @@ impl Device for CudaDevice {
     }
 
     fn scratch(&self) -> Scratch {
-        let PoolStatistics { used_bytes, high_water_bytes, .. } = self.gpu.pool_statistics();
-        Scratch { used_bytes, high_water_bytes }
+        let PoolStatistics { used_bytes, high_water_bytes, num_requests, num_hits, .. } = self.gpu.pool_statistics();
+        Scratch { used_bytes, high_water_bytes, num_requests, num_hits }
     }
 
     fn tensor(&self, max_tokens: usize, width: usize) -> Result<CudaTensor, KernelError> {

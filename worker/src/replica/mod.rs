@@ -19,6 +19,7 @@ mod step_results;
 mod step_trace;
 
 use std::{
+    collections::BTreeMap,
     net::SocketAddr,
     path::PathBuf,
     sync::{
@@ -29,6 +30,7 @@ use std::{
     time::Duration,
 };
 
+use lockstep_kernels::device::Scratch;
 use lockstep_model::Checkpoint;
 use lockstep_sharding::{RankPlan, ReplicaPlan};
 use tokio::sync::watch;
@@ -45,7 +47,7 @@ use crate::{
     collective::{LinkListener, MessageLink},
     devices::LocalDevices,
     engine::EngineConfig,
-    metrics::Metrics,
+    metrics::{LastScratch, Metrics},
     rank::StepLimits,
 };
 
@@ -170,6 +172,8 @@ pub struct Replica {
     leader: Option<LeaderHandle>,
     vocab_size: usize,
     threads: Mutex<Vec<JoinHandle<()>>>,
+    /// Of the ranks of this worker, by rank.
+    last_scratch: BTreeMap<usize, Arc<LastScratch>>,
 }
 
 impl Replica {
@@ -192,9 +196,13 @@ impl Replica {
             // A full inbox wakes the engine as well.
             move || drop(inbox.try_send(Event::Wake))
         });
-        let mut replica = Self { health: health.clone(), leader: None, vocab_size, threads: Mutex::default() };
+        let last_scratch = spec.local_ranks().into_iter().map(|rank| (rank, Arc::default())).collect();
+        let mut replica =
+            Self { health: health.clone(), leader: None, vocab_size, threads: Mutex::default(), last_scratch };
         let spec = Arc::new(spec);
-        let mut loading = Loading { spec: &spec, checkpoint: &checkpoint, links: &links, health: &health };
+        let last_scratch = &replica.last_scratch;
+        let mut loading =
+            Loading { spec: &spec, checkpoint: &checkpoint, links: &links, health: &health, last_scratch };
         let started =
             loading.start(&inbox, replica.threads.get_mut().unwrap_or_else(PoisonError::into_inner), progress);
         let (local, remote) = started.inspect_err(|error| health.fail(&error.to_string()))?;
@@ -216,6 +224,11 @@ impl Replica {
     /// Becomes `Some(reason)` when the replica breaks; it never recovers.
     pub fn problem(&self) -> watch::Receiver<Option<String>> {
         self.health.problem()
+    }
+
+    /// Scratch memory of each rank of this worker after its last step.
+    pub fn scratch(&self) -> impl Iterator<Item = (usize, Scratch)> {
+        self.last_scratch.iter().map(|(rank, last)| (*rank, last.get()))
     }
 
     /// Token ids of the model.
@@ -250,6 +263,7 @@ struct Loading<'a> {
     checkpoint: &'a Arc<Checkpoint>,
     links: &'a Arc<LinkListener>,
     health: &'a Health,
+    last_scratch: &'a BTreeMap<usize, Arc<LastScratch>>,
 }
 
 impl Loading<'_> {
@@ -276,6 +290,7 @@ impl Loading<'_> {
                 spec: self.spec.clone(),
                 listener: self.links.clone(),
                 health: self.health.clone(),
+                last_scratch: self.last_scratch.get(rank).cloned().unwrap_or_default(),
             };
             threads.push(thread.spawn(self.checkpoint.clone(), orders, events.clone())?);
         }

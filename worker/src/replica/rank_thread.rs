@@ -22,7 +22,7 @@ use crate::{
     collective::{LinkKey, LinkListener, MessageLink, RankLinks, RankLinksConfig},
     config::spin,
     devices::DeviceTask,
-    metrics::RankMeter,
+    metrics::{LastScratch, RankMeter},
     rank::{Executor, RankPeers, RankShape, weights::WeightLoader},
     step::StepPlan,
 };
@@ -74,6 +74,7 @@ pub(super) struct RankThread {
     pub spec: Arc<ReplicaSpec>,
     pub listener: Arc<LinkListener>,
     pub health: Health,
+    pub last_scratch: Arc<LastScratch>,
 }
 
 /// A rank's whole life, once its device is known.
@@ -196,7 +197,8 @@ impl RankThread {
         let Self { rank, spec, .. } = self;
         let missing = || WorkerError::Mismatch(format!("it has no rank {rank}"));
         let (_, plan) = spec.plan.find_rank(*rank).ok_or_else(missing)?;
-        Ok(RankMeter::new(&spec.metrics, &spec.model, spec.replica, plan))
+        let last_scratch = Arc::clone(&self.last_scratch);
+        Ok(RankMeter::new(&spec.metrics, &spec.model, spec.replica, plan, last_scratch))
     }
 
     /// Meets the others first: then a peer that dies is noticed while this one loads.

@@ -214,6 +214,7 @@ impl Replicas {
                 engine: leader
                     .map(|leader| wire::engine_status(leader.status(), leader.last_step_age().unwrap_or_default())),
                 stall: stall.unwrap_or_default(),
+                ranks: replica.iter().flat_map(|replica| replica.scratch()).map(wire::rank_report).collect(),
             }
         };
         self.lock().iter().map(report).collect()

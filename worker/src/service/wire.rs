@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use lockstep_kernels::device::Scratch;
 use lockstep_proto::{
     sampling::{self, FieldError, MAX_SEQUENCE_STOP_TOKENS},
     status::{Class, RETRY_AFTER},
@@ -136,6 +137,16 @@ fn sequence_finish(reason: FinishReason, stats: SequenceStats) -> v1::SequenceFi
             cached_tokens: stats.cached_tokens as u32,
         }),
         timings: Some(v1::Timings { queue_ms: stats.queue_ms, ttft_ms: stats.ttft_ms, decode_ms: stats.decode_ms }),
+    }
+}
+
+/// A rank's scratch memory for a heartbeat.
+pub(crate) fn rank_report((rank, scratch): (usize, Scratch)) -> v1::RankReport {
+    v1::RankReport {
+        rank: rank as u32,
+        scratch_high_water_bytes: scratch.high_water_bytes as u64,
+        scratch_requests: scratch.num_requests,
+        scratch_hits: scratch.num_hits,
     }
 }
 

@@ -123,6 +123,7 @@ fn render_replicas(replicas: &[ReplicaStatus]) -> String {
     ]);
     let mut ranks = Table::new(&[
         "REPLICA", "RANK", "STAGE", "WORKER", "LAYERS", "HEADS", "KV HEADS", "COLUMNS", "WEIGHTS", "KV", "DTYPE",
+        "SCRATCH",
     ]);
     let mut problems = String::new();
     for replica in replicas {
@@ -173,5 +174,17 @@ fn rank_cells(replica: &ReplicaStatus, rank: &RankStatus) -> Vec<String> {
         format_bytes(rank.weight_bytes),
         format_bytes(rank.kv_bytes),
         format!("{} ({})", rank.dtype, rank.dtype_reason),
+        scratch(rank),
     ]
+}
+
+/// Most scratch memory of a GPU's operations, and for which part of them it was there already.
+fn scratch(rank: &RankStatus) -> String {
+    match rank.scratch_requests {
+        0 => String::from("-"),
+        requests => {
+            let reused = rank.scratch_hits as f64 / requests as f64 * 100.0;
+            format!("{}, {reused:.1} % reused", format_bytes(rank.scratch_high_water_bytes))
+        }
+    }
 }
