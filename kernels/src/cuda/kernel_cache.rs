@@ -1,9 +1,11 @@
 //! Compiled kernels on disk, so that a second start compiles nothing.
 //! Invariant: an entry is written to a file of its own and renamed into place, and carries a digest of its content:
-//! concurrent starts and interrupted writes can leave neither a torn entry nor a wrong one.
+//! concurrent starts and interrupted writes can leave neither a torn entry nor a wrong one. An entry that is removed
+//! under a reader costs it a compilation.
 //! Not here: what makes the key (the [`compiler`](super::compiler)).
 
 use std::{
+    ffi::OsStr,
     io::Write,
     path::{Path, PathBuf},
     sync::atomic::{AtomicU64, Ordering},
@@ -14,7 +16,10 @@ use sha2::{Digest, Sha256};
 
 const DIGEST_BYTES: usize = 32;
 /// A write takes milliseconds: what is so old belongs to nobody.
-const LEFT_OVER_AFTER: Duration = Duration::from_secs(24 * 60 * 60);
+const LEFT_OVER_AFTER: Duration = DAY;
+/// Entries that nobody loaded for so long are those of sources, compilers or GPUs that are gone.
+const UNUSED_AFTER: Duration = Duration::from_secs(30 * DAY.as_secs());
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Key of an entry: a digest of everything that decides the cubin.
 pub type Key = [u8; DIGEST_BYTES];
@@ -33,7 +38,9 @@ impl KernelCache {
 
     /// The cubin of `key`, if it was stored whole.
     pub(super) fn load(&self, key: &Key) -> Option<Vec<u8>> {
-        let mut content = std::fs::read(self.path(key)?).ok()?;
+        let path = self.path(key)?;
+        let mut content = std::fs::read(&path).ok()?;
+        note_use(&path, SystemTime::now());
         let digest: [u8; DIGEST_BYTES] = *content.last_chunk()?;
         content.truncate(content.len() - DIGEST_BYTES);
         (Sha256::digest(&content)[..] == digest).then_some(content)
@@ -59,7 +66,7 @@ fn write_renamed(path: &Path, cubin: &[u8]) -> std::io::Result<()> {
     static COUNTER: AtomicU64 = AtomicU64::new(0);
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder)?;
-        remove_left_over(folder, SystemTime::now() - LEFT_OVER_AFTER);
+        remove_old(folder, SystemTime::now());
     }
     let unique = COUNTER.fetch_add(1, Ordering::Relaxed);
     let temporary = path.with_extension(format!("{}-{unique}.tmp", std::process::id()));
@@ -74,14 +81,28 @@ fn write_renamed(path: &Path, cubin: &[u8]) -> std::io::Result<()> {
     renamed
 }
 
-/// Removes what processes that ended in the middle of a write have left, last changed before `border`. What cannot be
-/// removed harms nobody.
-fn remove_left_over(folder: &Path, border: SystemTime) {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    for entry in entries.filter(|entry| entry.path().extension().is_some_and(|extension| extension == "tmp")) {
+/// Keeps an entry from being taken for unused: its time of change is that of its last use, to the day.
+fn note_use(path: &Path, now: SystemTime) {
+    let changed = std::fs::metadata(path).and_then(|metadata| metadata.modified());
+    if changed.is_ok_and(|changed| changed + DAY < now) {
+        // Where we may read alone, whoever writes there decides what is old.
+        let _ = std::fs::File::options().append(true).open(path).and_then(|file| file.set_modified(now));
+    }
+}
+
+/// Removes what processes that ended in the middle of a write have left, and entries that are not used any more. What
+/// cannot be removed harms nobody.
+fn remove_old(folder: &Path, now: SystemTime) {
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let path = entry.path();
+        let kept_for = match path.extension().and_then(OsStr::to_str) {
+            Some("tmp") => LEFT_OVER_AFTER,
+            Some("cubin") => UNUSED_AFTER,
+            _ => continue,
+        };
         let changed = entry.metadata().and_then(|metadata| metadata.modified());
-        if changed.is_ok_and(|changed| changed < border) {
-            let _ = std::fs::remove_file(entry.path());
+        if changed.is_ok_and(|changed| changed + kept_for < now) {
+            let _ = std::fs::remove_file(path);
         }
     }
 }
@@ -109,16 +130,42 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_process_left_is_removed_when_it_is_old() {
+    fn what_is_old_is_removed() {
         let folder = tempfile::tempdir().unwrap();
-        let [left_over, entry] = ["a.1-0.tmp", "b.cubin"].map(|name| folder.path().join(name));
-        for path in [&left_over, &entry] {
-            std::fs::write(path, b"x").unwrap();
-        }
-        remove_left_over(folder.path(), SystemTime::now() - LEFT_OVER_AFTER);
-        assert!(left_over.exists());
-        remove_left_over(folder.path(), SystemTime::now() + LEFT_OVER_AFTER);
-        assert!(!left_over.exists() && entry.exists());
+        let now = SystemTime::now();
+        let write = |name: &str, age: Duration| {
+            let path = folder.path().join(name);
+            std::fs::write(&path, b"x").unwrap();
+            std::fs::File::options().append(true).open(&path).unwrap().set_modified(now - age).unwrap();
+            path
+        };
+        // What a killed process left, what others write now, entries of today and of old kernels, what is not ours.
+        let left_over = write("a.1-0.tmp", DAY * 2);
+        let others = write("a.2-0.tmp", DAY / 2);
+        let entry = write("a.cubin", DAY * 29);
+        let unused = write("b.cubin", DAY * 31);
+        let used = write("c.cubin", DAY * 31);
+        let foreign = write("d.txt", DAY * 99);
+        note_use(&used, now);
+        remove_old(folder.path(), now);
+        assert!(!left_over.exists() && !unused.exists());
+        assert!([others, entry, used, foreign].iter().all(|path| path.exists()));
+    }
+
+    #[test]
+    fn an_entry_that_is_loaded_counts_as_used() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = KernelCache::new(Some(folder.path().to_owned()));
+        let (old, new) = ([1; DIGEST_BYTES], [2; DIGEST_BYTES]);
+        cache.store(&old, b"cubin");
+        let file = std::fs::File::options().append(true).open(cache.path(&old).unwrap()).unwrap();
+        file.set_modified(SystemTime::now() - UNUSED_AFTER * 2).unwrap();
+        assert!(cache.load(&old).is_some());
+        cache.store(&new, b"cubin");
+        assert!(cache.load(&old).is_some());
+        file.set_modified(SystemTime::now() - UNUSED_AFTER * 2).unwrap();
+        cache.store(&new, b"cubin");
+        assert_eq!(cache.load(&old), None);
     }
 
     #[test]
