@@ -205,13 +205,13 @@ impl Drop for Gpu {
     fn drop(&mut self) {
         let mut pool = std::mem::take(&mut self.pool);
         let PoolStatistics { reserved_bytes, high_water_bytes, num_requests, num_hits, .. } = pool.statistics();
-        tracing::info!(
+        tracing::debug!(
             ordinal = self.ordinal(),
             reserved_bytes,
             high_water_bytes,
             num_requests,
             num_hits,
-            "a GPU is closed, scratch memory freed"
+            "a GPU is closed until ranks open it again"
         );
         // SAFETY: nobody but the pool knows this memory, and no work can be launched any more.
         pool.close(|pointer| unsafe { memory::free(self, pointer) });

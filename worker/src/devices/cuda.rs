@@ -41,7 +41,7 @@ impl OpenGpus {
         let num_devices = num_devices()?;
         match ordinals.iter().find(|ordinal| **ordinal >= num_devices) {
             Some(missing) => {
-                let problem = format!("cuda:{missing} is asked for, the driver shows {num_devices} GPUs");
+                let problem = format!("cuda:{missing} is asked for, GPUs that the driver shows: {num_devices}");
                 Err(WorkerError::Config { field: "device", problem })
             }
             None => Ok(()),
