@@ -21,7 +21,7 @@ use lockstep_proto::{
     MAX_MESSAGE_BYTES,
     v1::{self, worker_server::WorkerServer},
 };
-use lockstep_sharding::usable_bytes;
+use lockstep_sharding::{format_bytes, usable_bytes};
 use lockstep_transport::{ClusterTls, Gate, Incoming, ServerTls, TlsFiles, is_local};
 use tokio::net::TcpListener;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
@@ -111,6 +111,7 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> Result<()
     let (http_listener, http_address) = bind(config.http_listen).await?;
     let links = Arc::new(LinkListener::bind(config.rank_listen, tls.clone())?);
     let (devices, infos) = open_devices(&config).await?;
+    check_memory(&config, &devices, &infos)?;
     let addresses = [address, links.local_addr(), http_address];
     let hello = hello(&config, &devices, &infos, addresses);
     let names: Vec<&str> = infos.iter().map(|info| info.name.as_str()).collect();
@@ -221,6 +222,34 @@ async fn open_devices(config: &WorkerConfig) -> Result<(LocalDevices, Vec<Device
     tokio::task::spawn_blocking(open).await.map_err(|error| WorkerError::Server(error.to_string()))?
 }
 
+/// Refuses to promise memory that devices with memory of their own do not have. On the processor a claim beyond what is
+/// free is warned of: what will be free depends on what else runs there.
+fn check_memory(config: &WorkerConfig, devices: &LocalDevices, infos: &[DeviceInfo]) -> Result<(), WorkerError> {
+    let Some(limit) = config.memory_bytes else { return Ok(()) };
+    let asked = limit / infos.len().max(1) as u64;
+    for info in infos {
+        let is_shared = devices.shared_memory_bytes(info).is_some();
+        match excess(asked, info) {
+            Some(problem) if is_shared => tracing::warn!(problem, "memory: more than is free"),
+            Some(problem) => return Err(WorkerError::Config { field: "memory", problem }),
+            None => {}
+        }
+    }
+    Ok(())
+}
+
+/// What to say of a device that is asked for more memory than a plan may use there.
+fn excess(asked: u64, info: &DeviceInfo) -> Option<String> {
+    let usable = usable_bytes(info.memory_bytes);
+    (asked > usable).then(|| {
+        let [asked, usable, free] = [asked, usable, info.memory_bytes].map(format_bytes);
+        format!(
+            "{asked} are asked for of {}, expected at most {usable}, nine tenths of the {free} that are free",
+            info.name
+        )
+    })
+}
+
 fn hello(
     config: &WorkerConfig,
     devices: &LocalDevices,
@@ -263,5 +292,27 @@ fn hello(
             String::new()
         },
         version: env!("CARGO_PKG_VERSION").to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_a_device_does_not_have_is_named_with_both_numbers() {
+        let info = DeviceInfo {
+            name: "cuda:0 test".to_owned(),
+            memory_bytes: 100 << 30,
+            memory_bytes_per_second: 1.0,
+            operations_per_second: 1.0,
+            peer_link: None,
+        };
+        assert_eq!(excess(90 << 30, &info), None);
+        let problem = excess(500 << 30, &info).unwrap();
+        assert_eq!(
+            problem,
+            "500.0 GiB are asked for of cuda:0 test, expected at most 90.0 GiB, nine tenths of the 100.0 GiB that are free"
+        );
     }
 }
