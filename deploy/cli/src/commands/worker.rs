@@ -1,17 +1,16 @@
 //! `lockstep worker`: flags and file → `WorkerConfig`.
 
-use std::{net::SocketAddr, path::PathBuf, time::Duration};
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use lockstep_etcd::EtcdSettings;
-use lockstep_sharding::Dtype;
-use lockstep_worker::{
-    WorkerConfig,
-    config::RegistryAddress,
-    devices::{DeviceSelection, DeviceSettings},
-};
+use lockstep_worker::{WorkerConfig, config::RegistryAddress, devices::DeviceSettings};
 use serde::{Deserialize, Serialize};
 
-use crate::{UsageError, settings, signals, tls, units::ByteSize};
+use crate::{UsageError, devices::DeviceArgs, settings, signals, tls, units::ByteSize};
 
 /// Run a worker: it offers this machine's devices to a coordinator and runs the parts of models that it is given.
 #[derive(Debug, clap::Args)]
@@ -152,21 +151,18 @@ pub fn etcd_settings(endpoints: Option<&[String]>, prefix: Option<&str>) -> Resu
     settings.transpose().map_err(|problem| UsageError(format!("etcd: {problem}")))
 }
 
-/// The devices that `--device` names; without it they are chosen.
-pub fn device_selection(text: Option<&str>) -> Result<DeviceSelection, UsageError> {
-    text.map_or(Ok(DeviceSelection::Auto), |text| {
-        text.parse().map_err(|problem| UsageError(format!("device: {problem}")))
-    })
-}
-
-/// The type that `--dtype` names; `None`: what suits the model.
-pub fn dtype(text: Option<&str>) -> Result<Option<Dtype>, UsageError> {
-    let named = text.filter(|text| *text != "auto").map(str::parse).transpose();
-    named.map_err(|_| UsageError(format!("dtype: {:?} is none of auto, f16, bf16, f32", text.unwrap_or_default())))
+/// The devices that a settings file names for workers.
+///
+/// # Errors
+/// If the file cannot be read or its section \[worker\] is wrong.
+pub fn devices_in(file: Option<&Path>) -> anyhow::Result<DeviceArgs> {
+    let Settings { device, dtype, .. } = settings::layered(&Settings::default(), file, "worker")?;
+    Ok(DeviceArgs { device, dtype })
 }
 
 impl Settings {
     fn into_config(self) -> Result<WorkerConfig, UsageError> {
+        let devices = DeviceArgs { device: self.device, dtype: self.dtype };
         let any_port = if self.advertise_host.is_some() { [0, 0, 0, 0] } else { [127, 0, 0, 1] };
         let listen = self.listen.unwrap_or_else(|| SocketAddr::from((any_port, 0)));
         Ok(WorkerConfig {
@@ -185,11 +181,11 @@ impl Settings {
             http_listen: self.http_listen.unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 0))),
             advertise_host: self.advertise_host.unwrap_or_else(|| String::from("127.0.0.1")),
             devices: DeviceSettings {
-                selection: device_selection(self.device.as_deref())?,
+                selection: devices.selection()?,
                 reason: None,
                 num_cpu_devices: self.num_devices.unwrap_or(1),
                 threads_per_device: self.threads_per_device.unwrap_or(0),
-                dtype: dtype(self.dtype.as_deref())?,
+                dtype: devices.dtype()?,
                 kernel_cache: self.kernel_cache.or_else(settings::default_kernel_cache),
             },
             memory_bytes: self.memory.map(|size| size.0),

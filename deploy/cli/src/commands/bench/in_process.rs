@@ -19,11 +19,11 @@ use lockstep_worker::{
 };
 use tokio_util::sync::CancellationToken;
 
-use super::{Args, measure::TokenTimes};
-use crate::{
-    commands::worker::{device_selection, dtype, is_on},
-    progress, settings,
+use super::{
+    Args,
+    measure::{TokenTimes, expect_to_fit},
 };
+use crate::{commands::worker::is_on, progress, settings};
 
 const WORKER_ID: &str = "bench";
 /// The planner divides by these; equal devices get equal shares whatever they are.
@@ -53,10 +53,11 @@ impl InProcessTarget {
     /// If the model cannot be opened, cut or loaded.
     pub fn load(model: &Path, args: &Args) -> anyhow::Result<Self> {
         let checkpoint = Checkpoint::open(model)?;
+        expect_to_fit(args, checkpoint.config().max_position_embeddings)?;
         let world_size = args.tensor_parallel * args.pipeline_parallel;
         let devices = devices(args, world_size)?;
         let kind = if devices.selection() == DeviceSelection::Cpu { "cpu" } else { "cuda" };
-        let topology = topology(world_size, kind, dtype(args.dtype.as_deref())?);
+        let topology = topology(world_size, kind, args.devices.dtype()?);
         let policy = Policy {
             parallelism: Parallelism::Fixed {
                 tensor_parallel_size: args.tensor_parallel,
@@ -157,11 +158,11 @@ fn options(args: &Args) -> PlanOptions {
 
 fn devices(args: &Args, world_size: usize) -> anyhow::Result<LocalDevices> {
     let settings = DeviceSettings {
-        selection: device_selection(args.device.as_deref())?,
+        selection: args.devices.selection()?,
         reason: None,
         num_cpu_devices: world_size,
         threads_per_device: args.threads,
-        dtype: dtype(args.dtype.as_deref())?,
+        dtype: args.devices.dtype()?,
         kernel_cache: settings::default_kernel_cache(),
     };
     let devices = LocalDevices::choose(settings, world_size)?;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 
 use super::{Args, cluster::ClusterTarget, in_process::InProcessTarget};
+use crate::UsageError;
 
 /// Usual prompt of a decode measurement, tokens.
 const USUAL_DEPTH: usize = 16;
@@ -93,16 +94,34 @@ impl Startup {
     }
 }
 
+/// Refuses lengths that sequences of at most `max_sequence_tokens` tokens cannot have; the last token is not computed.
+///
+/// # Errors
+/// If one is too long, with the numbers.
+pub fn expect_to_fit(args: &Args, max_sequence_tokens: usize) -> Result<(), UsageError> {
+    let longest = |lengths: &[usize]| lengths.iter().copied().max().unwrap_or(0);
+    let lengths = [
+        ("--shared-prefix", args.shared_prefix, "--prefill", longest(&args.prefill)),
+        ("--depth", longest(&args.depth), "--decode", args.decode),
+    ];
+    for (first, first_tokens, second, second_tokens) in lengths {
+        if first_tokens.saturating_add(second_tokens) >= max_sequence_tokens {
+            return Err(UsageError(format!(
+                "{first} {first_tokens} and {second} {second_tokens} do not fit the model: a sequence has at most \
+                 {max_sequence_tokens} tokens, of which one is to spare"
+            )));
+        }
+    }
+    Ok(())
+}
+
 /// Runs every measurement that `args` names, each once more as a warm-up.
 ///
 /// # Errors
 /// If a request fails or does not fit the model.
 pub async fn measure(target: &Target, args: &Args) -> anyhow::Result<Vec<Measurement>> {
     let (vocab_size, max_sequence_tokens) = target.limits();
-    let deepest = args.depth.iter().copied().max().unwrap_or(0);
-    let prefill = args.shared_prefix + args.prefill.iter().copied().max().unwrap_or(0);
-    let longest = prefill.max(deepest + args.decode);
-    anyhow::ensure!(longest < max_sequence_tokens, "{longest} tokens do not fit sequences of {max_sequence_tokens}");
+    expect_to_fit(args, max_sequence_tokens)?;
     let mut prompts = Prompts { vocab_size, state: 1 };
     let mut results = Vec::new();
     let shared = prompts.next(args.shared_prefix);

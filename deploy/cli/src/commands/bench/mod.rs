@@ -17,6 +17,7 @@ use self::{
 };
 use crate::{
     client::ServerArgs,
+    devices::DeviceArgs,
     output::{print, print_line},
     table::Table,
 };
@@ -33,15 +34,11 @@ Two tensor-parallel ranks of one thread each in one process, 16 sequences at onc
 pub struct Args {
     #[command(flatten)]
     server: ServerArgs,
-    /// Model file: run it in this process instead of asking a server
+    /// Model file: run it in this process, on the devices below, instead of asking a server
     #[arg(long, value_name = "PATH")]
     model: Option<std::path::PathBuf>,
-    /// Devices of the ranks, in process: auto, cpu, or GPUs such as cuda:0,cuda:1 [default: auto]
-    #[arg(long, value_name = "DEVICES", requires = "model")]
-    device: Option<String>,
-    /// Type in which keys and values are held, in process: auto, f16, bf16, or, on the processor, f32 [default: auto]
-    #[arg(long, value_name = "TYPE", requires = "model")]
-    dtype: Option<String>,
+    #[command(flatten)]
+    devices: DeviceArgs,
     /// Threads of each rank on the processor, in process [default: all cores divided by the ranks]
     #[arg(long, value_name = "N", requires = "model", default_value_t = 0, hide_default_value = true)]
     threads: usize,

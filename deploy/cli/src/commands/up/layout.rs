@@ -8,7 +8,7 @@ use crate::UsageError;
 /// The degrees; each may be left out.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct LayoutArgs {
-    /// Worker processes [default: on the processor what the degrees below need, for GPUs 1]
+    /// Worker processes [default: one for all GPUs, on the processor one for each rank that the degrees below make]
     #[arg(long, value_name = "N")]
     workers: Option<usize>,
     /// Ranks that share each layer [default: all that the other degrees leave]

@@ -19,11 +19,12 @@ use tokio_util::sync::CancellationToken;
 use self::{cluster::Cluster, layout::Layout};
 use super::{
     coordinator::{Addresses, default_model_name, write_json},
-    worker::{device_selection, dtype},
+    worker::devices_in,
 };
 use crate::{
     UsageError,
     client::{ApiKey, ServerArgs, refused},
+    devices::DeviceArgs,
     logging::LogSettings,
     progress, signals,
 };
@@ -51,14 +52,8 @@ pub struct Args {
     model_name: Option<String>,
     #[command(flatten)]
     layout: layout::LayoutArgs,
-    /// Devices of the ranks: auto (GPUs if CUDA works here and there are enough, else the processor), cpu, or GPUs such as
-    /// cuda:0,cuda:1, which one worker holds unless there are --workers [default: auto]
-    #[arg(long, env = "LOCKSTEP_DEVICE", value_name = "DEVICES")]
-    device: Option<String>,
-    /// Type in which keys and values are held and attention multiplies: auto (bf16 for BF16 checkpoints, else f16), f16,
-    /// bf16, or, on the processor, f32 [default: auto]
-    #[arg(long, env = "LOCKSTEP_DTYPE", value_name = "TYPE")]
-    dtype: Option<String>,
+    #[command(flatten)]
+    devices: DeviceArgs,
     /// Threads of each worker on the processor [default: all cores divided by the workers]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     threads_per_worker: Option<u64>,
@@ -106,9 +101,10 @@ struct Ready<'a> {
 /// # Errors
 /// If the model does not exist, a child ends at start, or the model cannot be loaded.
 pub async fn run(args: Args, log: &LogSettings) -> anyhow::Result<()> {
-    let dtype = dtype(args.dtype.as_deref())?;
+    let devices = args.devices.clone().or(devices_in(args.config.as_deref())?);
+    let dtype = devices.dtype()?;
     let choose = |num_ranks| choose_automatically(num_ranks, dtype);
-    let layout = args.layout.layout(device_selection(args.device.as_deref())?, &choose)?;
+    let layout = args.layout.layout(devices.selection()?, &choose)?;
     let model = args.model.canonicalize().with_context(|| format!("model {}", args.model.display()))?;
     if let Some(path) = args.ready_file.as_deref().filter(|path| path.exists()) {
         std::fs::remove_file(path).with_context(|| format!("old ready file {}", path.display()))?;
@@ -158,7 +154,7 @@ impl Args {
             format!("--device={}", layout.device_of(index)),
         ];
         arguments.extend(layout.reason.as_ref().map(|reason| format!("--device-reason={reason}")));
-        arguments.extend(self.dtype.as_ref().map(|dtype| format!("--dtype={dtype}")));
+        arguments.extend(self.devices.dtype.as_ref().map(|dtype| format!("--dtype={dtype}")));
         arguments.extend(self.config.as_ref().map(|path| format!("--config={}", path.display())));
         arguments
     }
