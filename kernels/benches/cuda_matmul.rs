@@ -4,19 +4,20 @@
 //! `cargo bench --features cuda --bench cuda_matmul -- [matvec|rank|batch] [type ...]`: layers of an 8B model with one
 //! token, what one of four ranks holds of a 70B model with one token, and batches. Needs a CUDA GPU. Every graph rotates
 //! over more than 2 GB of weights, so that nothing is left in a cache; figures are medians of replays.
+//! LOCKSTEP_TEST_KERNEL_CACHE may name a folder that keeps compiled kernels: most of the time goes to compiling them.
 #![allow(clippy::unwrap_used, missing_docs, reason = "a failure is what a benchmark reports")]
 
 #[path = "../tests/blocks/mod.rs"]
 mod blocks;
 
-use std::sync::Arc;
+use std::{env, sync::Arc};
 
 use blocks::random_matrix;
 use lockstep_formats::GgmlType;
 use lockstep_kernels::{
     KernelError,
     cuda::{
-        Activations, DeviceBuffer, Forms, Gpu, Graph, HalfType, KernelCache, Launch,
+        Activations, DeviceBuffer, Forms, Gpu, Graph, HalfType, KernelCache, Launch, Staging,
         matmul::{CudaLinear, Matmul, MatmulCall, Target},
         sources::Source,
     },
@@ -31,7 +32,7 @@ const RANK_SHAPES: [(usize, usize, Target); 4] =
     [(8192, 7168, Target::Add), (14336, 8192, Target::SwiGlu), (2560, 8192, Target::Store), (8192, 2048, Target::Add)];
 const ROTATED_BYTES: usize = 2100 << 20;
 const BATCHES: [usize; 12] = [2, 3, 4, 6, 8, 16, 32, 64, 128, 256, 512, 4096];
-const NUM_REPLAYS: usize = 7;
+const NUM_REPLAYS: usize = 5;
 
 /// Reads and adds up, with as many loads under way as pay. OVERLAP=1: as our kernels are launched, reading before the
 /// kernel before is done; OVERLAP=0: after it.
@@ -80,7 +81,8 @@ fn layers(gpu: &Arc<Gpu>, ggml_type: GgmlType, rows: usize, columns: usize) -> V
     let row = random_matrix(ggml_type, 8, columns, 1);
     let matrix = HostMatrix { rows, bytes: row.bytes.repeat(rows / 8), ..row };
     let count = (ROTATED_BYTES / matrix.bytes.len()).max(2);
-    (0..count).map(|_| Arc::new(CudaLinear::new(gpu, vec![matrix.clone()]).unwrap())).collect()
+    let mut staging = Staging::new(gpu);
+    (0..count).map(|_| Arc::new(CudaLinear::upload(&mut staging, vec![matrix.clone()]).unwrap())).collect()
 }
 
 fn call(gpu: &Arc<Gpu>, num_tokens: usize, weight: &Arc<CudaLinear>, target: Target) -> MatmulCall {
@@ -181,7 +183,8 @@ fn main() {
     let wants = |name: &str| arguments.iter().all(|argument| argument.parse::<GgmlType>().is_ok() || argument == name);
     let named: Vec<GgmlType> = arguments.iter().filter_map(|argument| argument.parse().ok()).collect();
     let or = |usual: Vec<GgmlType>| if named.is_empty() { usual } else { named.clone() };
-    let gpu = Gpu::open(0, KernelCache::default()).unwrap();
+    let cache = KernelCache::new(env::var_os("LOCKSTEP_TEST_KERNEL_CACHE").map(Into::into));
+    let gpu = Gpu::open(0, cache).unwrap();
     let matmul = Matmul::new(&gpu).unwrap();
     println!("{}", gpu.limits().name);
     if wants("matvec") {

@@ -98,6 +98,24 @@ fn what_is_staged_arrives_piece_by_piece() {
     }
 }
 
+/// As where another process holds a GPU's memory: it is neither measured nor chosen, and the error says how much is free.
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn a_gpu_whose_memory_is_taken_is_refused_with_the_numbers() {
+    const LEFT_MIB: usize = 700;
+    let gpu = gpu::open();
+    let (free, total) = gpu.memory().unwrap();
+    let taken = DeviceBuffer::uninit(&gpu, free - (LEFT_MIB << 20)).unwrap();
+    let (left, _) = gpu.memory().unwrap();
+    let opened = Gpu::open(0, gpu::cache()).unwrap();
+    let message = opened.measure().unwrap_err().to_string();
+    let numbers = format!("of {} MiB are free, at least 1280 MiB are needed", total >> 20);
+    assert!(left >> 20 <= LEFT_MIB && message.starts_with("cuda:0: ") && message.contains(&numbers), "{message}");
+    println!("{message}");
+    drop(taken);
+    assert!(opened.measure().unwrap().memory_bytes > (free / 2) as u64);
+}
+
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn what_cannot_be_had_is_an_error_with_the_numbers() {

@@ -18,7 +18,7 @@ pub fn open() -> Arc<Gpu> {
 
 /// Whether tests are to be small, because compute-sanitizer makes each take a hundred times as long.
 #[allow(dead_code, reason = "not every test has many cases")]
-fn is_few() -> bool {
+pub fn is_few() -> bool {
     env::var_os("LOCKSTEP_TEST_FEW").is_some()
 }
 
