@@ -2,14 +2,17 @@
 # All GPU tests and benchmarks on a machine with NVIDIA GPUs. Needs no toolkit and no cargo there, but the driver, NVRTC
 # and cuBLASLt. Fails where no GPU is found.
 #
-#   tests/gpu.sh pack FOLDER                         where cargo is: builds, and collects what `run` needs
+#   tests/gpu.sh pack FOLDER                         where cargo is: builds (with FEATURES, lockstep-cli/cuda if not set),
+#                                                    and collects what `run` needs
 #   tests/gpu.sh run FOLDER RESULTS [MODEL.gguf]     on the machine with GPUs: writes RESULTS/gpu.json and RESULTS/gpu.txt
 #
 # A random Llama is compared with transformers if python3 (LOCKSTEP_TEST_TORCH_PYTHON names another) has torch and
 # transformers; TRANSFORMERS=1 fails without them. SANITIZE=1 runs the kernel tests under compute-sanitizer as well.
-# Without MODEL (SmolLM2-135M-Instruct Q4_1, tests/run.sh says where it comes from) the end-to-end tests are not run, and
-# both files say so. Benchmarks use a random model of the shape of an 8B Llama in Q4_K_M, written to RESULTS.
-# SHAPE=llama-70b, REPETITIONS=5 and the like change them.
+# Without MODEL (SmolLM2-135M-Instruct Q4_1, the README says where it comes from) the end-to-end tests are not run.
+# Benchmarks use a random model of the shape of an 8B Llama in Q4_K_M, written to RESULTS (4.6 GiB); SHAPE=llama-70b,
+# REPETITIONS=3, PREFILL, DEPTH and CONCURRENT change them. A part (an executable of tests, a benchmark) that takes longer
+# than LIMIT seconds (600) is cut off. Both files are written whatever happens, be it that the run is ended (INT, TERM),
+# and say what failed, was cut off or was not run.
 set -euo pipefail
 
 fail() { echo "tests/gpu.sh: $*" >&2; exit 1; }
@@ -19,10 +22,11 @@ pack() {
     local folder=$1
     cd "$(dirname "$0")/.."
     mkdir -p "$folder/tests" "$folder/benches"
-    cargo build --release --workspace --features lockstep-cli/cuda --bin lockstep
+    local features=${FEATURES:-lockstep-cli/cuda}
+    cargo build --release --workspace --features "$features" --bin lockstep
     install -s target/release/lockstep "$folder/lockstep"
     local artifacts
-    artifacts=$(cargo test --release --workspace --features lockstep-cli/cuda --no-run --message-format=json \
+    artifacts=$(cargo test --release --workspace --features "$features" --no-run --message-format=json \
         --test 'cuda_*' --test scenarios --bench 'cuda_*')
     while read -r kind name path; do
         [ "$name" = cuda_compile ] || install -s "$path" "$folder/$kind/$name"
@@ -67,6 +71,35 @@ sanitize() {
     return "$failed"
 }
 
+# Runs a part for LIMIT seconds at most. When the whole run is ended the part is, and `ended` says so for those after it.
+ended=
+child=
+limited() {
+    local outcome=0
+    [ -z "$ended" ] || return 143
+    timeout -k 5 "${LIMIT:-600}" "$@" &
+    child=$!
+    wait "$child" || outcome=$?
+    # A signal interrupts the first wait, not the part.
+    [ -z "$ended" ] || { wait "$child" || true; outcome=143; }
+    child=
+    return "$outcome"
+}
+end() {
+    ended=1
+    [ -z "$child" ] || kill "$child" 2>/dev/null || true
+}
+
+# What became of a part that ended so: `limited` tells.
+name_of_outcome() {
+    case $1 in
+        0) echo passed ;;
+        124 | 137) echo "cut off after ${LIMIT:-600} s" ;;
+        143) echo "cut off when the run was ended" ;;
+        *) echo "failed ($1)" ;;
+    esac
+}
+
 # Ignored tests of one executable that need no more than there is; the log keeps what they print. Words after the third
 # are put before the command.
 run_tests() {
@@ -76,7 +109,12 @@ run_tests() {
     [ "$has_transformers" = 1 ] || skipped+=(--skip transformers_does)
     [ "$num_gpus" -ge 2 ] || skipped+=(--skip two_gpus)
     [ "$num_gpus" -ge 4 ] || skipped+=(--skip four_gpus)
-    timeout "${LIMIT:-600}" "$@" "$executable" --ignored --test-threads 1 --nocapture "${skipped[@]}" >"$log" 2>&1
+    limited "$@" "$executable" --ignored --test-threads 1 --nocapture "${skipped[@]}" >"$log" 2>&1
+}
+
+# Tests that passed, by their log.
+count_passed() {
+    grep -o '[0-9]* passed; [0-9]* failed' "$1" || echo "$(grep -cE '(^|[. ])ok$' "$1") passed before"
 }
 
 run() {
@@ -94,6 +132,7 @@ run() {
     export LOCKSTEP_BIN=$folder/lockstep LOCKSTEP_LOG=warn CARGO_TARGET_DIR=$results
     export LOCKSTEP_TEST_KERNEL_CACHE=$results/kernels
     local tests=() benches=()
+    trap end INT TERM
     has_transformers=1
     if ! "${LOCKSTEP_TEST_TORCH_PYTHON:-python3}" -c 'import torch, transformers' 2>"$results/logs/transformers"; then
         has_transformers=${TRANSFORMERS:-0}
@@ -114,9 +153,10 @@ run() {
         say "test $name"
         [ -z "$model" ] || LOCKSTEP_TEST_MODEL=$(realpath "$model")
         [ -z "$model" ] || export LOCKSTEP_TEST_MODEL
-        outcome=passed
-        run_tests "$executable" "$results/logs/$name" "$num_gpus" || { outcome=failed; failed=1; tail -20 "$results/logs/$name" >&2; }
-        tests+=("$name $outcome: $(grep -o '[0-9]* passed; [0-9]* failed' "$results/logs/$name" || echo "it ended early")")
+        outcome=0
+        run_tests "$executable" "$results/logs/$name" "$num_gpus" || outcome=$?
+        [ "$outcome" = 0 ] || { failed=1; tail -20 "$results/logs/$name" >&2; }
+        tests+=("$name $(name_of_outcome "$outcome"): $(count_passed "$results/logs/$name")")
     done
 
     if [ "${SANITIZE:-0}" = 1 ]; then
@@ -126,28 +166,39 @@ run() {
         mapfile -t -O "${#tests[@]}" tests <<<"$findings"
     fi
 
+    local shape=${SHAPE:-llama-8b}
+    local file=$results/$shape.gguf outcome=0
+    say "bench $shape"
+    [ -e "$file" ] || limited "$LOCKSTEP_BIN" synth "$shape" --output "$file" >&2 || outcome=$?
+    [ "$outcome" = 0 ] || { failed=1; tests+=("synth_$shape $(name_of_outcome "$outcome")"); rm -f "$file"; }
+    # On one GPU, and on all of them together.
+    local devices=(cuda:0)
+    [ "$num_gpus" = 1 ] || devices+=("$(seq -s, -f 'cuda:%.0f' 0 $((num_gpus - 1)))")
+    [ -e "$file" ] || devices=()
+    for device in "${devices[@]}"; do
+        local bench=("$LOCKSTEP_BIN" bench --model "$file" --device "$device" --tensor-parallel "$(tr , '\n' <<<"$device" | wc -l)"
+            --repetitions "${REPETITIONS:-5}" --json)
+        local lengths=("--prefill ${PREFILL:-512,4096} --depth ${DEPTH:-512,8192}" "--prefill 512 --concurrent ${CONCURRENT:-8,32,128}")
+        local length
+        for length in "${lengths[@]}"; do
+            outcome=0
+            # shellcheck disable=SC2086 # words
+            limited "${bench[@]}" $length || outcome=$?
+            [ "$outcome" = 0 ] || { failed=1; tests+=("bench_${device}_${length// /_} $(name_of_outcome "$outcome")"); }
+        done
+    done >"$results/logs/model.json"
+
+    # Last: they take longest and concern kernels alone.
     for executable in "$folder"/benches/*; do
         [ -e "$executable" ] || continue
         local name
         name=$(basename "$executable")
         say "bench $name"
-        timeout 600 "$executable" --bench >"$results/logs/bench_$name" 2>&1 || { failed=1; tail -20 "$results/logs/bench_$name" >&2; }
+        outcome=0
+        limited "$executable" --bench >"$results/logs/bench_$name" 2>&1 || outcome=$?
+        [ "$outcome" = 0 ] || { failed=1; tail -20 "$results/logs/bench_$name" >&2; tests+=("bench_$name $(name_of_outcome "$outcome")"); }
         while read -r line; do benches+=("$name $line"); done <"$results/logs/bench_$name"
     done
-
-    local shape=${SHAPE:-llama-8b}
-    local file=$results/$shape.gguf
-    say "bench $shape"
-    [ -e "$file" ] || "$LOCKSTEP_BIN" synth "$shape" --output "$file" >&2
-    # On one GPU, and on all of them together.
-    local devices=(cuda:0)
-    [ "$num_gpus" = 1 ] || devices+=("$(seq -s, -f 'cuda:%.0f' 0 $((num_gpus - 1)))")
-    for device in "${devices[@]}"; do
-        local bench=("$LOCKSTEP_BIN" bench --model "$file" --device "$device" --tensor-parallel "$(tr , '\n' <<<"$device" | wc -l)"
-            --repetitions "${REPETITIONS:-5}" --json)
-        { "${bench[@]}" --prefill "${PREFILL:-512,4096}" --depth "${DEPTH:-512,8192}" &&
-            "${bench[@]}" --prefill 512 --concurrent "${CONCURRENT:-8,32,128}"; } || failed=1
-    done >"$results/logs/model.json"
 
     RESULTS=$results GPU="$num_gpus x $gpu" COMMIT=$(cat "$folder/commit") SHAPE=$shape \
         TESTS=$(printf '%s\n' "${tests[@]}") BENCHES=$(printf '%s\n' ${benches[@]+"${benches[@]}"}) python3 - <<'PYTHON'
@@ -157,7 +208,7 @@ tests = {name: outcome for name, outcome in (line.split(" ", 1) for line in os.e
 kernels = [line.split(" ", 1) for line in os.environ["BENCHES"].splitlines() if " " in line]
 models, startups = [], []
 with open(os.environ["RESULTS"] + "/logs/model.json") as lines:
-    for line in lines:
+    for line in filter(str.strip, lines):
         run = json.loads(line)
         startups.append(run["startup"])
         models += [{"model": run["target"], **test} for test in run["tests"]]

@@ -11,6 +11,7 @@ mod coordinators;
 mod deployment;
 mod foreign_client;
 mod gpu;
+mod gpu_script;
 mod hugging_face;
 mod memory;
 mod metrics;
