@@ -44,6 +44,7 @@
 {{- $config := dict -}}
 {{- with include "lockstep.etcdEndpoints" . | fromJsonArray -}}
 {{- $_ := set $config "etcd" . -}}
+{{- if hasPrefix "http://" (first .) }}{{ $_ := set $config "etcd_insecure" true }}{{ end -}}
 {{- $_ := set $config "etcd_prefix" (default (printf "/%s/%s" $.Release.Namespace (include "lockstep.fullname" $)) $.Values.etcd.prefix) -}}
 {{- end -}}
 {{- if ne .Values.tls.cluster.mode "none" -}}

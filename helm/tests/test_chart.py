@@ -21,11 +21,12 @@ import crds
 
 # The first is what Chart.yaml asks for.
 KUBERNETES_VERSIONS = ("1.30", "1.34", "1.37")
+OWNED_ETCD = "etcd etcd_prefix etcd_ca etcd_cert etcd_key etcd_username etcd_password_file etcd_insecure"
 # Settings of the binary that other values decide.
 OWNED = {
-    "coordinator": "grpc_listen http_listen coordinator_id etcd etcd_prefix model tenants tls_cert tls_key client_ca "
+    "coordinator": f"grpc_listen http_listen coordinator_id {OWNED_ETCD} model tenants tls_cert tls_key client_ca "
     "cluster_ca cluster_cert cluster_key insecure",
-    "worker": "worker_id coordinator etcd etcd_prefix advertise_host listen rank_listen http_listen kernel_cache "
+    "worker": f"worker_id coordinator {OWNED_ETCD} advertise_host listen rank_listen http_listen kernel_cache "
     "cluster_ca cluster_cert cluster_key insecure",
 }
 # Fields of a StatefulSet that may change; all others make the API server refuse an update.

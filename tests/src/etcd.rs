@@ -4,12 +4,13 @@
 use std::{
     fs::File,
     net::TcpListener,
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, bail, ensure};
+use lockstep_transport::TlsFiles;
 use tempfile::TempDir;
 
 /// Longest wait for a member to answer.
@@ -21,6 +22,8 @@ const POLL: Duration = Duration::from_millis(50);
 pub struct Etcd {
     members: Vec<Member>,
     folder: TempDir,
+    /// Flags with which etcdctl is let in.
+    access: Vec<String>,
 }
 
 struct Member {
@@ -36,10 +39,32 @@ impl Etcd {
     /// # Errors
     /// If etcd is not installed or does not start.
     pub fn start(num_members: usize) -> anyhow::Result<Self> {
+        Self::start_with(num_members, None)
+    }
+
+    /// Starts one member that shows the certificate of `files` and demands one of its authority.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub fn start_secured(files: &TlsFiles) -> anyhow::Result<Self> {
+        Self::start_with(1, Some(files))
+    }
+
+    fn start_with(num_members: usize, tls: Option<&TlsFiles>) -> anyhow::Result<Self> {
+        let (mut secured, mut access) = (Vec::new(), Vec::new());
+        if let Some(TlsFiles { ca, pair }) = tls {
+            let (ca, (cert, key)) = ca.as_ref().zip(pair.as_ref()).context("a member needs all files")?;
+            let file = |name: &str, path: &Path| format!("--{name}={}", path.display());
+            secured.push("--client-cert-auth".to_owned());
+            secured.extend([file("trusted-ca-file", ca), file("cert-file", cert), file("key-file", key)]);
+            access.extend([file("cacert", ca), file("cert", cert), file("key", key)]);
+        }
+        let client_scheme = if tls.is_some() { "https" } else { "http" };
         let folder = TempDir::new()?;
         let ports = free_ports(2 * num_members)?;
-        let url = |port: u16| format!("http://127.0.0.1:{port}");
-        let pairs: Vec<(String, String)> = ports.chunks(2).map(|pair| (url(pair[0]), url(pair[1]))).collect();
+        let url = |scheme: &str, port: u16| format!("{scheme}://127.0.0.1:{port}");
+        let urls = |pair: &[u16]| (url(client_scheme, pair[0]), url("http", pair[1]));
+        let pairs: Vec<(String, String)> = ports.chunks(2).map(urls).collect();
         let peers: Vec<String> =
             pairs.iter().enumerate().map(|(index, (_, peer))| format!("n{index}={peer}")).collect();
         let mut members = Vec::new();
@@ -59,11 +84,12 @@ impl Etcd {
             let mut arguments: Vec<String> =
                 arguments.into_iter().flat_map(|(name, value)| [name.to_owned(), value]).collect();
             arguments.push("--unsafe-no-fsync".to_owned());
+            arguments.extend(secured.iter().cloned());
             let log = folder.path().join(format!("log-{index}"));
             let child = spawn(&arguments, &log)?;
             members.push(Member { client_url: client_url.clone(), arguments, log, child });
         }
-        let etcd = Self { members, folder };
+        let etcd = Self { members, folder, access };
         etcd.wait_healthy()?;
         Ok(etcd)
     }
@@ -110,11 +136,38 @@ impl Etcd {
         let output = Command::new("etcdctl")
             .env("ETCDCTL_API", "3")
             .arg(format!("--endpoints={}", self.endpoints().join(",")))
+            .args(&self.access)
             .args(arguments)
             .output()
             .context("etcdctl cannot be run (Debian: apt-get install etcd-client)")?;
         ensure!(output.status.success(), "etcdctl {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
         Ok(String::from_utf8(output.stdout)?)
+    }
+
+    /// From now on nobody does anything without a password; `user` may use the keys that begin with `prefix`.
+    ///
+    /// # Errors
+    /// If etcd refuses.
+    pub fn demand_password(&mut self, user: &str, password: &str, prefix: &str) -> anyhow::Result<()> {
+        let with_password = |user: &str, password: &str| format!("{user}:{password}");
+        self.control(&["user", "add", "root:root"])?;
+        self.control(&["role", "add", user])?;
+        self.control(&["role", "grant-permission", user, "readwrite", prefix, "--prefix=true"])?;
+        self.control(&["user", "add", &with_password(user, password)])?;
+        self.control(&["user", "grant-role", user, user])?;
+        self.control(&["auth", "enable"])?;
+        self.access.push("--user=root:root".to_owned());
+        Ok(())
+    }
+
+    /// Gives a user another password.
+    ///
+    /// # Errors
+    /// If etcd refuses.
+    pub fn change_password(&self, user: &str, password: &str) -> anyhow::Result<()> {
+        self.control(&["user", "delete", user])?;
+        self.control(&["user", "add", &format!("{user}:{password}")])?;
+        self.control(&["user", "grant-role", user, user]).map(drop)
     }
 
     /// Forgets the history of all keys up to now.

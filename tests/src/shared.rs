@@ -23,6 +23,8 @@ pub struct SharedCluster {
     coordinators: Vec<Process>,
     workers: Vec<Process>,
     folder: TempDir,
+    /// How every process gets at etcd.
+    access: Vec<String>,
     _turn: File,
 }
 
@@ -47,9 +49,23 @@ impl SharedCluster {
     /// # Errors
     /// With the log, if a process does not start.
     pub fn start(num_coordinators: usize, num_workers: usize, policy: &str) -> anyhow::Result<Self> {
+        Self::start_on(Etcd::start(1)?, Vec::new(), num_coordinators, num_workers, policy)
+    }
+
+    /// The same over an etcd that lets in who is started with the flags `access`.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub fn start_on(
+        etcd: Etcd,
+        access: Vec<String>,
+        num_coordinators: usize,
+        num_workers: usize,
+        policy: &str,
+    ) -> anyhow::Result<Self> {
         let turn = cluster::turn()?;
-        let (etcd, folder) = (Etcd::start(1)?, TempDir::new()?);
-        let mut cluster = Self { etcd, coordinators: Vec::new(), workers: Vec::new(), folder, _turn: turn };
+        let folder = TempDir::new()?;
+        let mut cluster = Self { etcd, coordinators: Vec::new(), workers: Vec::new(), folder, access, _turn: turn };
         let min_workers = format!("--min-workers={num_workers}");
         for index in 0..num_coordinators {
             let ready_file = cluster.folder.path().join(format!("coordinator-{index}.json"));
@@ -132,7 +148,7 @@ impl SharedCluster {
     fn command(&self, role: &str) -> anyhow::Result<Command> {
         let log = File::options().create(true).append(true).open(self.folder.path().join("log"))?;
         let mut command = Command::new(environment::binary()?);
-        command.arg(role).arg(format!("--etcd={}", self.etcd.endpoints().join(",")));
+        command.arg(role).arg(format!("--etcd={}", self.etcd.endpoints().join(","))).args(&self.access);
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         Ok(command)
     }

@@ -4,13 +4,20 @@
 use std::{sync::Arc, time::SystemTime};
 
 use rustls::{
-    ClientConfig, RootCertStore, ServerConfig,
+    ClientConfig, ConfigBuilder, RootCertStore, ServerConfig, WantsVerifier,
+    client::WantsClientCert,
     server::WebPkiClientVerifier,
-    sign::SingleCertAndKey,
+    sign::{CertifiedKey, SingleCertAndKey},
     version::{TLS12, TLS13},
 };
 
-use crate::{TlsError, TlsFiles, files::Credentials, provider, reload::Reloading};
+use crate::{
+    TlsError, TlsFiles,
+    files::Credentials,
+    provider,
+    reload::Reloading,
+    verify::{AnyName, Trusted},
+};
 
 /// What a server shows to clients and, with an authority, demands of them; cheap to clone.
 #[derive(Clone)]
@@ -77,17 +84,36 @@ impl ClientTls {
     /// [`TlsError`] naming the file.
     pub fn open(files: &TlsFiles) -> Result<Self, TlsError> {
         let credentials = files.parse(&files.read()?)?;
-        let roots = credentials.roots.unwrap_or_else(system_roots);
-        let builder = ClientConfig::builder_with_provider(provider())
-            .with_protocol_versions(&[&TLS13, &TLS12])?
-            .with_root_certificates(roots);
-        let mut config = match credentials.own {
+        let builder = client_builder()?.with_root_certificates(credentials.roots.unwrap_or_else(system_roots));
+        Ok(Self::of(builder, credentials.own))
+    }
+
+    /// For the server that shows the certificate of `files`, under whatever name, and nobody else; it is shown the same
+    /// certificate if it demands one. For who started that server.
+    ///
+    /// # Errors
+    /// [`TlsError`] naming the file.
+    pub fn to_own_server(files: &TlsFiles) -> Result<Self, TlsError> {
+        let missing = || TlsError::Missing { needed: "the server's certificate", by: "a connection to it" };
+        let own = files.parse(&files.read()?)?.own.ok_or_else(missing)?;
+        let certificate = own.end_entity_cert()?.clone().into_owned();
+        let verifier = AnyName { trusted: Trusted::Exactly(certificate), provider: provider() };
+        let builder = client_builder()?.dangerous().with_custom_certificate_verifier(Arc::new(verifier));
+        Ok(Self::of(builder, Some(own)))
+    }
+
+    fn of(builder: ConfigBuilder<ClientConfig, WantsClientCert>, own: Option<Arc<CertifiedKey>>) -> Self {
+        let mut config = match own {
             None => builder.with_no_client_auth(),
             Some(own) => builder.with_client_cert_resolver(Arc::new(SingleCertAndKey::from(own))),
         };
         config.alpn_protocols = vec![b"h2".to_vec()];
-        Ok(Self(Arc::new(config)))
+        Self(Arc::new(config))
     }
+}
+
+fn client_builder() -> Result<ConfigBuilder<ClientConfig, WantsVerifier>, TlsError> {
+    Ok(ClientConfig::builder_with_provider(provider()).with_protocol_versions(&[&TLS13, &TLS12])?)
 }
 
 /// Those authorities of the system that can be read; without any, no server is trusted.

@@ -5,20 +5,17 @@
 use std::{sync::Arc, time::SystemTime};
 
 use rustls::{
-    CipherSuite, ClientConfig, DigitallySignedStruct, Error, RootCertStore, ServerConfig, SignatureScheme,
-    client::{
-        Resumption, WebPkiServerVerifier,
-        danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
-        verify_server_cert_signed_by_trust_anchor,
-    },
-    crypto::CryptoProvider,
-    pki_types::{CertificateDer, ServerName, UnixTime},
-    server::{ParsedCertificate, WebPkiClientVerifier},
-    sign::SingleCertAndKey,
-    version::TLS13,
+    CipherSuite, ClientConfig, ServerConfig, client::Resumption, crypto::CryptoProvider, server::WebPkiClientVerifier,
+    sign::SingleCertAndKey, version::TLS13,
 };
 
-use crate::{TlsError, TlsFiles, files::Credentials, provider, reload::Reloading};
+use crate::{
+    TlsError, TlsFiles,
+    files::Credentials,
+    provider,
+    reload::Reloading,
+    verify::{AnyName, Trusted},
+};
 
 /// By this protocol name a member's gRPC connection is told from a client's on a port that takes both.
 pub(crate) const GRPC_PROTOCOL: &[u8] = b"lockstep-grpc";
@@ -98,7 +95,7 @@ fn configs(credentials: &Credentials) -> Result<Configs, TlsError> {
     let mut client = ClientConfig::builder_with_provider(Arc::clone(&provider))
         .with_protocol_versions(&[&TLS13])?
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(AnyMember::new(roots, provider)?))
+        .with_custom_certificate_verifier(Arc::new(AnyName { trusted: Trusted::SignedBy(roots), provider }))
         .with_client_cert_resolver(Arc::new(SingleCertAndKey::from(own)));
     client.resumption = Resumption::disabled();
     let both = |protocol: &[u8]| {
@@ -115,62 +112,4 @@ fn fast_provider() -> Arc<CryptoProvider> {
     let mut provider = CryptoProvider::clone(&provider());
     provider.cipher_suites.sort_by_key(|suite| suite.suite() != CipherSuite::TLS13_AES_128_GCM_SHA256);
     Arc::new(provider)
-}
-
-/// Accepts a server whose certificate comes from the cluster's authority, under whatever name it is reached.
-#[derive(Debug)]
-struct AnyMember {
-    roots: Arc<RootCertStore>,
-    provider: Arc<CryptoProvider>,
-    /// Checks signatures.
-    inner: Arc<WebPkiServerVerifier>,
-}
-
-impl AnyMember {
-    fn new(roots: Arc<RootCertStore>, provider: Arc<CryptoProvider>) -> Result<Self, TlsError> {
-        let inner = WebPkiServerVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(&provider)).build()?;
-        Ok(Self { roots, provider, inner })
-    }
-}
-
-impl ServerCertVerifier for AnyMember {
-    fn verify_server_cert(
-        &self,
-        end_entity: &CertificateDer<'_>,
-        intermediates: &[CertificateDer<'_>],
-        _server_name: &ServerName<'_>,
-        _ocsp_response: &[u8],
-        now: UnixTime,
-    ) -> Result<ServerCertVerified, Error> {
-        verify_server_cert_signed_by_trust_anchor(
-            &ParsedCertificate::try_from(end_entity)?,
-            &self.roots,
-            intermediates,
-            now,
-            self.provider.signature_verification_algorithms.all,
-        )?;
-        Ok(ServerCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        self.inner.verify_tls12_signature(message, cert, dss)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        self.inner.verify_tls13_signature(message, cert, dss)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.inner.supported_verify_schemes()
-    }
 }

@@ -16,7 +16,7 @@ use tokio_rustls::TlsConnector;
 use tonic::{codegen::http::Uri, transport::Endpoint};
 use tower_service::Service;
 
-use crate::{AddressError, ClientTls, ClusterTls, HANDSHAKE_TIMEOUT, stream::Stream};
+use crate::{AddressError, ClientTls, ClusterTls, HANDSHAKE_TIMEOUT, is_local, stream::Stream};
 
 /// How to connect.
 #[derive(Clone)]
@@ -59,6 +59,11 @@ impl Connector {
         // The endpoint knows nothing of TLS: all of it is the connector's.
         let origin = uri(if is_secured { "https" } else { "http" })?;
         Ok((Endpoint::from(target.clone()).origin(origin), Self { host, port, outbound }))
+    }
+
+    /// Whether it surely stays on this machine; a name is looked up only when it connects.
+    pub fn is_local(&self) -> bool {
+        self.host == "localhost" || self.host.parse().is_ok_and(is_local)
     }
 
     async fn connect(self) -> io::Result<Stream> {

@@ -1,7 +1,8 @@
 //! Transport security: who is on the other end of a connection, and that nobody else reads it.
 //!
 //! - [`files`]: certificates and keys in PEM files, read and checked. [`reload`]: read again when they change.
-//! - [`cluster`]: mutual TLS between the members of a cluster. [`client`]: TLS between clients and coordinators.
+//! - [`cluster`]: mutual TLS between the members of a cluster. [`client`]: TLS between clients and coordinators. [`verify`]:
+//!   servers whose names say nothing.
 //! - [`accept`]: connections that come in, each with what is known of its [`Peer`]. [`connect`]: those that go out, for
 //!   tonic. [`stream`]: both. [`link`]: streams of threads that block or spin, for ranks.
 //! - [`error`]: what is wrong with files; [`explain`] says why a connection failed.
@@ -21,6 +22,7 @@ pub mod files;
 pub mod link;
 pub mod reload;
 pub mod stream;
+mod verify;
 
 pub use accept::{Connection, Gate, Incoming, Peer, Security};
 pub use client::{ClientTls, ServerTls};

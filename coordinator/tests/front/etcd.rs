@@ -6,6 +6,7 @@ use lockstep_coordinator::CoordinatorConfig;
 use lockstep_etcd::{Endpoints, EtcdSettings, Lease, etcd_client::PutOptions};
 use lockstep_proto::{Message, status::Class, v1};
 use lockstep_tests::Etcd;
+use lockstep_transport::TlsFiles;
 use tokio::task::JoinHandle;
 
 use crate::stub::{Coordinator, StubWorker, collect, config, eventually, request};
@@ -14,7 +15,7 @@ use crate::stub::{Coordinator, StubWorker, collect, config, eventually, request}
 const TTL: Duration = Duration::from_secs(2);
 
 fn settings(etcd: &Etcd) -> EtcdSettings {
-    EtcdSettings::new(&etcd.endpoints(), "/test").unwrap()
+    EtcdSettings::new(&etcd.endpoints(), "/test", TlsFiles::default()).unwrap()
 }
 
 fn shared(etcd: &Etcd, name: &str, policy: &str, min_workers: usize) -> CoordinatorConfig {

@@ -8,7 +8,7 @@ use lockstep_proto::{
     status::Class,
     v1::{admin_client::AdminClient, inference_client::InferenceClient},
 };
-use lockstep_transport::{ClientTls, Connector, Outbound, explain};
+use lockstep_transport::{ClientTls, Connector, Outbound, TlsFiles, explain};
 use tonic::{
     Request, Status,
     metadata::{Ascii, MetadataValue},
@@ -44,6 +44,9 @@ pub struct ServerArgs {
     /// API key, where the coordinator has tenants; better given by the environment, which other users do not see
     #[arg(long, env = "LOCKSTEP_API_KEY", hide_env_values = true, value_name = "KEY")]
     api_key: Option<ApiKey>,
+    /// Certificate and key of the server, where this process has started it.
+    #[arg(skip)]
+    own_server: Option<TlsFiles>,
 }
 
 /// A connection that shows the API key with every call.
@@ -82,9 +85,9 @@ impl Interceptor for ApiKey {
 }
 
 impl ServerArgs {
-    /// A coordinator of this machine, in clear text.
-    pub fn local(server: String, api_key: Option<ApiKey>) -> Self {
-        Self { server, tls_ca: None, tls_cert: None, tls_key: None, api_key }
+    /// A coordinator that this process has started, in clear text or with the certificate of `files`.
+    pub fn own(server: String, files: Option<TlsFiles>, api_key: Option<ApiKey>) -> Self {
+        Self { server, tls_ca: None, tls_cert: None, tls_key: None, api_key, own_server: files }
     }
 
     /// A client of the Inference service.
@@ -139,7 +142,9 @@ impl ServerArgs {
 
     async fn connect(&self, address: &str) -> anyhow::Result<Channel> {
         let files = tls::of_client(self.tls_ca.clone(), self.tls_cert.clone(), self.tls_key.clone())?;
-        let outbound = if files.is_some() || address.starts_with("https://") {
+        let outbound = if let Some(own) = &self.own_server {
+            Outbound::Server(ClientTls::to_own_server(own)?)
+        } else if files.is_some() || address.starts_with("https://") {
             Outbound::Server(ClientTls::open(&files.unwrap_or_default())?)
         } else {
             Outbound::ClearText

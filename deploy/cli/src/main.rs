@@ -2,7 +2,7 @@
 //! exit code (0 done, 1 failed, 2 wrong usage, 130 interrupted). Thin over the libraries: what a server or planner does is not here.
 //!
 //! - [`commands`]: one file a subcommand. [`settings`]: defaults < TOML file < environment < flags.
-//! - [`client`]: gRPC connections. [`tls`]: settings of certificates. [`logging`], [`output`], [`signals`], [`units`], [`table`], [`progress`]: the terminal's side.
+//! - [`client`]: gRPC connections. [`tls`]: settings of certificates and etcd. [`logging`], [`output`], [`signals`], [`units`], [`table`], [`progress`]: the terminal's side.
 
 mod client;
 mod commands;

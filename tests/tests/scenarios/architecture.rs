@@ -12,8 +12,8 @@ use serde_json::Value;
 const MAY_KNOW: [(&str, &[&str]); 12] = [
     ("lockstep-formats", &[]),
     ("lockstep-proto", &[]),
-    ("lockstep-etcd", &[]),
     ("lockstep-transport", &[]),
+    ("lockstep-etcd", &["lockstep-transport"]),
     ("lockstep-telemetry", &[]),
     ("lockstep-sharding", &["lockstep-formats"]),
     ("lockstep-kernels", &["lockstep-formats"]),

@@ -1,12 +1,16 @@
 //! A cluster whose members speak mutual TLS: the same tokens, and no strangers.
 
-use std::time::{Duration, Instant};
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
 
 use lockstep_proto::v1::{GetClusterRequest, generate_request::Input};
 use lockstep_tests::{
-    Cluster, Layout,
+    Cluster, Etcd, Layout, SharedCluster,
     certificates::{Authority, Folder},
     client::greedy,
+    environment,
     http::{get, get_json},
     process::lockstep,
 };
@@ -50,6 +54,51 @@ async fn a_secured_cluster_gives_the_same_tokens_and_takes_no_strangers() {
     let ids: Vec<&str> = state.workers.iter().map(|worker| worker.worker_id.as_str()).collect();
     assert_eq!(ids, ["worker-0", "worker-1"]);
     assert_eq!(tokens(&cluster).await, in_clear);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn up_serves_clients_with_certificates() {
+    let (folder, authority) = (Folder::new().unwrap(), Authority::new().unwrap());
+    let server = folder.member("server", &authority).unwrap();
+    let (Some(ca), Some((cert, key))) = (server.ca, server.pair) else { panic!("a member without files") };
+    let flag = |name: &str, path: &Path| format!("--{name}={}", path.display());
+    let flags = [flag("tls-cert", &cert), flag("tls-key", &key), flag("client-ca", &ca)];
+    let arguments = [flags[0].as_str(), &flags[1], &flags[2], "--prefix-caching=off"];
+    let cluster = Cluster::start_with_arguments(Layout::new(1, 1), &environment::model().unwrap(), &arguments).unwrap();
+    let generate = ["generate", "--max-tokens=4", "Once upon", &format!("--server=https://{}", cluster.grpc())];
+    let trusting = [flag("tls-ca", &ca), flag("tls-cert", &cert), flag("tls-key", &key)];
+    let trusting: Vec<&str> = trusting.iter().map(String::as_str).collect();
+    let answered = lockstep(&[&generate[..], &trusting[..]].concat()).await.unwrap();
+    assert!(answered.status.success() && !answered.stdout.is_empty(), "{answered:?}");
+    let refused = lockstep(&[&generate[..], &trusting[..1]].concat()).await.unwrap();
+    assert!(!refused.status.success(), "without a certificate nobody is let in: {refused:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn etcd_may_demand_certificates_and_a_password() {
+    let (folder, authority) = (Folder::new().unwrap(), Authority::new().unwrap());
+    let mut etcd = Etcd::start_secured(&folder.member("etcd", &authority).unwrap()).unwrap();
+    etcd.demand_password("lockstep", "secret", "/lockstep/").unwrap();
+    let password = folder.path().join("password");
+    std::fs::write(&password, "secret\n").unwrap();
+    let files = folder.member("us", &authority).unwrap();
+    let (Some(ca), Some((cert, key))) = (files.ca, files.pair) else { panic!("a member without files") };
+    let flag = |name: &str, path: &Path| format!("--etcd-{name}={}", path.display());
+    let access = vec![
+        flag("ca", &ca),
+        flag("cert", &cert),
+        flag("key", &key),
+        "--etcd-username=lockstep".to_owned(),
+        flag("password-file", &password),
+    ];
+    let cluster = SharedCluster::start_on(etcd, access, 1, 1, "tensor=1").unwrap();
+    let client = cluster.client(0).await.unwrap();
+    let request = greedy(Input::Prompt(PROMPTS[0].into()), 4);
+    let end = Instant::now() + Duration::from_secs(30);
+    while client.generate(request.clone()).await.is_err() {
+        assert!(Instant::now() < end, "{}", cluster.log());
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
 }
 
 #[tokio::test]

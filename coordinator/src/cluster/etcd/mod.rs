@@ -98,12 +98,13 @@ impl PlanStore for EtcdRegistry {
 mod tests {
     use lockstep_proto::v1;
     use lockstep_tests::Etcd;
+    use lockstep_transport::TlsFiles;
     use tokio::time::Instant;
 
     use super::*;
 
     fn start(etcd: &Etcd, id: &str, closing: &CancellationToken) -> Arc<EtcdRegistry> {
-        let settings = EtcdSettings::new(&etcd.endpoints(), "/test").unwrap();
+        let settings = EtcdSettings::new(&etcd.endpoints(), "/test", TlsFiles::default()).unwrap();
         EtcdRegistry::start(id.to_owned(), settings, Duration::from_secs(2), Outbound::ClearText, closing.clone())
             .unwrap()
     }

@@ -8,13 +8,14 @@ use std::{
 use anyhow::Context;
 use lockstep_coordinator::{CoordinatorConfig, config::ModelSpec};
 use lockstep_sharding::PlanOptions;
+use lockstep_transport::TlsFiles;
 use serde::{Deserialize, Serialize};
 
-use super::{
-    plan::parse_policy,
-    worker::{etcd_settings, seconds},
+use super::{plan::parse_policy, worker::seconds};
+use crate::{
+    UsageError, settings, signals,
+    tls::{ClusterTlsArgs, EtcdArgs, ServerTlsArgs},
 };
-use crate::{UsageError, settings, signals, tls};
 
 /// Run a coordinator: workers register with it, clients send it their requests.
 #[derive(Debug, clap::Args)]
@@ -28,7 +29,7 @@ Serve other machines, with certificates for clients and workers:
   lockstep coordinator --tls-cert server.pem --tls-key server.key \\
       --cluster-ca ca.pem --cluster-cert member.pem --cluster-key member.key
 One of several coordinators of a cluster, each with its own clients:
-  lockstep coordinator --etcd http://etcd-a:2379,http://etcd-b:2379 --model /models/m.gguf
+  lockstep coordinator --etcd https://etcd-a:2379,https://etcd-b:2379 --etcd-ca etcd-ca.pem --model /models/m.gguf
 Settings from a file and the environment:
   LOCKSTEP_GRPC_LISTEN=127.0.0.1:9070 lockstep coordinator --config lockstep.toml")]
 pub struct Args {
@@ -58,13 +59,9 @@ struct Settings {
     /// Name of this coordinator, unique in the cluster [default: coordinator-<random>]
     #[arg(long, env = "LOCKSTEP_COORDINATOR_ID", value_name = "NAME")]
     coordinator_id: Option<String>,
-    /// Members of etcd, which makes this one of several coordinators: workers are found and the plan is kept there. Needs a
-    /// build with etcd
-    #[arg(long, env = "LOCKSTEP_ETCD", value_name = "URL,...", value_delimiter = ',')]
-    etcd: Option<Vec<String>>,
-    /// What the cluster's keys in etcd begin with [default: /lockstep]
-    #[arg(long, env = "LOCKSTEP_ETCD_PREFIX", value_name = "/NAME")]
-    etcd_prefix: Option<String>,
+    #[command(flatten)]
+    #[serde(flatten)]
+    etcd: EtcdArgs,
     /// Model to serve: a path on the workers
     #[arg(long, env = "LOCKSTEP_MODEL", value_name = "PATH")]
     model: Option<String>,
@@ -110,29 +107,12 @@ struct Settings {
     /// Longest time that running requests have at shutdown [default: 30]
     #[arg(long, env = "LOCKSTEP_DRAIN_TIMEOUT_SECS", value_name = "SECONDS")]
     drain_timeout_secs: Option<f64>,
-    /// Certificate for clients of both ports, followed by those between it and its authority, PEM; changed files are taken
-    /// over while it runs
-    #[arg(long, env = "LOCKSTEP_TLS_CERT", value_name = "FILE")]
-    tls_cert: Option<PathBuf>,
-    /// Its private key, PEM
-    #[arg(long, env = "LOCKSTEP_TLS_KEY", value_name = "FILE")]
-    tls_key: Option<PathBuf>,
-    /// Certificates of the authorities from which clients need a certificate, PEM [default: they need none]
-    #[arg(long, env = "LOCKSTEP_CLIENT_CA", value_name = "FILE")]
-    client_ca: Option<PathBuf>,
-    /// Certificate of the authority that signs for the members of this cluster and nobody else, PEM. With it and the two
-    /// below, members speak mutual TLS with each other; changed files are taken over while it runs
-    #[arg(long, env = "LOCKSTEP_CLUSTER_CA", value_name = "FILE")]
-    cluster_ca: Option<PathBuf>,
-    /// Certificate of this member from that authority, for servers and clients, PEM
-    #[arg(long, env = "LOCKSTEP_CLUSTER_CERT", value_name = "FILE")]
-    cluster_cert: Option<PathBuf>,
-    /// Its private key, PEM
-    #[arg(long, env = "LOCKSTEP_CLUSTER_KEY", value_name = "FILE")]
-    cluster_key: Option<PathBuf>,
-    /// Speak clear text with other machines too where there are no certificates; without it, on this machine only
-    #[arg(long, env = "LOCKSTEP_INSECURE", num_args = 0..=1, default_missing_value = "true", require_equals = true, value_name = "BOOL")]
-    insecure: Option<bool>,
+    #[command(flatten)]
+    #[serde(flatten)]
+    server_tls: ServerTlsArgs,
+    #[command(flatten)]
+    #[serde(flatten)]
+    cluster_tls: ClusterTlsArgs,
 }
 
 /// Where a coordinator listens, as its ready file says it.
@@ -165,6 +145,15 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     };
     lockstep_coordinator::run(config, shutdown.clone(), ready).await?;
     written
+}
+
+/// What a coordinator with these flags and this settings file shows to clients.
+///
+/// # Errors
+/// If a setting is wrong.
+pub fn server_tls(flags: &ServerTlsArgs, config: Option<&Path>) -> anyhow::Result<Option<TlsFiles>> {
+    let flags = Settings { server_tls: flags.clone(), ..Settings::default() };
+    Ok(settings::layered(&flags, config, "coordinator")?.server_tls.files()?)
 }
 
 /// Writes a JSON file that appears whole or not at all.
@@ -203,8 +192,8 @@ impl Settings {
             policy,
             min_workers,
         });
-        let client_tls = tls::for_clients(self.tls_cert, self.tls_key, self.client_ca)?;
-        let allow_insecure = self.insecure.unwrap_or(false);
+        let client_tls = self.server_tls.files()?;
+        let allow_insecure = self.cluster_tls.allow_insecure();
         let is_open = client_tls.is_some() || allow_insecure;
         let any_ip = IpAddr::from(if is_open { Ipv4Addr::UNSPECIFIED } else { Ipv4Addr::LOCALHOST });
         let grpc_listen = self.grpc_listen.unwrap_or_else(|| SocketAddr::new(any_ip, 7070));
@@ -215,7 +204,7 @@ impl Settings {
             coordinator_id: self
                 .coordinator_id
                 .unwrap_or_else(|| format!("coordinator-{:08x}", uuid::Uuid::new_v4().as_fields().0)),
-            etcd: etcd_settings(self.etcd.as_deref(), self.etcd_prefix.as_deref())?,
+            etcd: self.etcd.settings(allow_insecure)?,
             model,
             plan_options: PlanOptions {
                 block_size: self.block_size.unwrap_or(options.block_size),
@@ -231,7 +220,7 @@ impl Settings {
             slow_reader_timeout: seconds("slow_reader_timeout_secs", self.slow_reader_timeout_secs.unwrap_or(60.0))?,
             drain_timeout: seconds("drain_timeout_secs", self.drain_timeout_secs.unwrap_or(30.0))?,
             client_tls,
-            cluster_tls: tls::for_cluster(self.cluster_ca, self.cluster_cert, self.cluster_key)?,
+            cluster_tls: self.cluster_tls.files()?,
             allow_insecure,
         })
     }
@@ -254,13 +243,18 @@ mod tests {
             [config.grpc_listen.to_string(), config.http_listen.to_string()]
         };
         assert_eq!(listens(Settings::default()), ["127.0.0.1:7070", "127.0.0.1:7080"]);
-        let insecure = || Settings { insecure: Some(true), ..Settings::default() };
+        let read = |text: &str| toml::from_str::<Settings>(text).unwrap();
+        let insecure = || read("insecure = true");
         assert_eq!(listens(insecure()), ["0.0.0.0:7070", "0.0.0.0:7080"]);
         let grpc_listen = Some("127.0.0.1:9070".parse().unwrap());
         assert_eq!(listens(Settings { grpc_listen, ..insecure() }), ["127.0.0.1:9070", "127.0.0.1:7080"]);
-        let path = || Some(PathBuf::from("x"));
-        let secured = Settings { tls_cert: path(), tls_key: path(), ..Settings::default() };
-        assert_eq!(listens(secured)[0], "0.0.0.0:7070");
+        assert_eq!(listens(read("tls_cert = \"x\"\ntls_key = \"x\""))[0], "0.0.0.0:7070");
+    }
+
+    #[test]
+    fn an_unknown_key_is_named() {
+        let error = toml::from_str::<Settings>("etcd_ca = \"x\"\ncluster_crt = \"x\"").unwrap_err().to_string();
+        assert!(error.contains("cluster_crt"), "{error}");
     }
 
     #[test]

@@ -6,11 +6,16 @@ use std::{
     time::Duration,
 };
 
-use lockstep_etcd::EtcdSettings;
 use lockstep_worker::{WorkerConfig, config::RegistryAddress, devices::DeviceSettings};
 use serde::{Deserialize, Serialize};
 
-use crate::{UsageError, devices::DeviceArgs, settings, signals, tls, units::ByteSize};
+use crate::{
+    UsageError,
+    devices::DeviceArgs,
+    settings, signals,
+    tls::{ClusterTlsArgs, EtcdArgs},
+    units::ByteSize,
+};
 
 /// Run a worker: it offers this machine's devices to a coordinator and runs the parts of models that it is given.
 #[derive(Debug, clap::Args)]
@@ -21,7 +26,7 @@ Offer this machine's processor to the coordinator on host-a:
 Two GPUs, a rank each:
   lockstep worker --device cuda:0,cuda:1
 One of a cluster with several coordinators, which find it in etcd:
-  lockstep worker --etcd http://etcd-a:2379,http://etcd-b:2379 --advertise-host host-b
+  lockstep worker --etcd https://etcd-a:2379,https://etcd-b:2379 --etcd-ca etcd-ca.pem --advertise-host host-b
 Two devices of four threads each, settings from a file:
   lockstep worker --config lockstep.toml --device cpu --num-devices 2 --threads-per-device 4")]
 pub struct Args {
@@ -48,12 +53,9 @@ struct Settings {
     /// gRPC address of the coordinator [default: 127.0.0.1:7070]
     #[arg(long, env = "LOCKSTEP_COORDINATOR", value_name = "HOST:PORT")]
     coordinator: Option<String>,
-    /// Members of etcd, in which the worker registers instead: for several coordinators. Needs a build with etcd
-    #[arg(long, env = "LOCKSTEP_ETCD", value_name = "URL,...", value_delimiter = ',', conflicts_with = "coordinator")]
-    etcd: Option<Vec<String>>,
-    /// What the cluster's keys in etcd begin with [default: /lockstep]
-    #[arg(long, env = "LOCKSTEP_ETCD_PREFIX", value_name = "/NAME")]
-    etcd_prefix: Option<String>,
+    #[command(flatten)]
+    #[serde(flatten)]
+    etcd: EtcdArgs,
     /// Host name or address under which the coordinator and other workers reach this worker [default: 127.0.0.1]
     #[arg(long, env = "LOCKSTEP_ADVERTISE_HOST", value_name = "HOST")]
     advertise_host: Option<String>,
@@ -100,19 +102,9 @@ struct Settings {
     /// Longest time that running requests have at shutdown [default: 30]
     #[arg(long, env = "LOCKSTEP_DRAIN_TIMEOUT_SECS", value_name = "SECONDS")]
     drain_timeout_secs: Option<f64>,
-    /// Certificate of the authority that signs for the members of this cluster and nobody else, PEM. With it and the two
-    /// below, members speak mutual TLS with each other; changed files are taken over while it runs
-    #[arg(long, env = "LOCKSTEP_CLUSTER_CA", value_name = "FILE")]
-    cluster_ca: Option<PathBuf>,
-    /// Certificate of this member from that authority, for servers and clients, PEM
-    #[arg(long, env = "LOCKSTEP_CLUSTER_CERT", value_name = "FILE")]
-    cluster_cert: Option<PathBuf>,
-    /// Its private key, PEM
-    #[arg(long, env = "LOCKSTEP_CLUSTER_KEY", value_name = "FILE")]
-    cluster_key: Option<PathBuf>,
-    /// Speak clear text with other machines too where there are no certificates; without it, on this machine only
-    #[arg(long, env = "LOCKSTEP_INSECURE", num_args = 0..=1, default_missing_value = "true", require_equals = true, value_name = "BOOL")]
-    insecure: Option<bool>,
+    #[command(flatten)]
+    #[serde(flatten)]
+    cluster_tls: ClusterTlsArgs,
 }
 
 /// Runs a worker until it is told to stop.
@@ -145,12 +137,6 @@ pub fn is_on(name: &str, value: &str) -> Result<bool, UsageError> {
     }
 }
 
-/// What `--etcd` and `--etcd-prefix` name; `None` without the first.
-pub fn etcd_settings(endpoints: Option<&[String]>, prefix: Option<&str>) -> Result<Option<EtcdSettings>, UsageError> {
-    let settings = endpoints.map(|endpoints| EtcdSettings::new(endpoints, prefix.unwrap_or("/lockstep")));
-    settings.transpose().map_err(|problem| UsageError(format!("etcd: {problem}")))
-}
-
 /// The devices that a settings file names for workers.
 ///
 /// # Errors
@@ -165,9 +151,10 @@ impl Settings {
         let devices = DeviceArgs { device: self.device, dtype: self.dtype };
         let any_port = if self.advertise_host.is_some() { [0, 0, 0, 0] } else { [127, 0, 0, 1] };
         let listen = self.listen.unwrap_or_else(|| SocketAddr::from((any_port, 0)));
+        let allow_insecure = self.cluster_tls.allow_insecure();
         Ok(WorkerConfig {
             worker_id: self.worker_id.unwrap_or_else(|| format!("worker-{:08x}", uuid::Uuid::new_v4().as_fields().0)),
-            registry: match etcd_settings(self.etcd.as_deref(), self.etcd_prefix.as_deref())? {
+            registry: match self.etcd.settings(allow_insecure)? {
                 Some(_) if self.coordinator.is_some() => {
                     return Err(UsageError(String::from("coordinator and etcd are both given, one of them is needed")));
                 }
@@ -193,8 +180,8 @@ impl Settings {
             max_waiting_sequences: self.max_waiting_sequences.unwrap_or(256),
             is_prefix_caching: is_on("prefix_caching", self.prefix_caching.as_deref().unwrap_or("on"))?,
             drain_timeout: seconds("drain_timeout_secs", self.drain_timeout_secs.unwrap_or(30.0))?,
-            cluster_tls: tls::for_cluster(self.cluster_ca, self.cluster_cert, self.cluster_key)?,
-            allow_insecure: self.insecure.unwrap_or(false),
+            cluster_tls: self.cluster_tls.files()?,
+            allow_insecure,
         })
     }
 }

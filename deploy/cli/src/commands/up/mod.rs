@@ -18,8 +18,8 @@ use tokio_util::sync::CancellationToken;
 
 use self::{cluster::Cluster, layout::Layout};
 use super::{
-    coordinator::{Addresses, default_model_name, write_json},
-    worker::devices_in,
+    coordinator::{Addresses, default_model_name, server_tls, write_json},
+    worker::{devices_in, is_on},
 };
 use crate::{
     UsageError,
@@ -27,6 +27,7 @@ use crate::{
     devices::DeviceArgs,
     logging::LogSettings,
     progress, signals,
+    tls::ServerTlsArgs,
 };
 
 /// Longest wait for a child to listen or to register.
@@ -42,7 +43,9 @@ Two workers, tensor parallel (the default cut over the workers):
 Two GPUs that share each layer:
   lockstep up --model model.gguf --device cuda:0,cuda:1
 Two replicas of two pipeline stages each, one thread a worker:
-  lockstep up --model model.gguf --pipeline-parallel 2 --replicas 2 --threads-per-worker 1")]
+  lockstep up --model model.gguf --pipeline-parallel 2 --replicas 2 --threads-per-worker 1
+Clients of other machines, with TLS:
+  lockstep up --model model.gguf --host 0.0.0.0 --tls-cert server.pem --tls-key server.key")]
 pub struct Args {
     /// Model file or folder
     #[arg(long, value_name = "PATH")]
@@ -54,13 +57,18 @@ pub struct Args {
     layout: layout::LayoutArgs,
     #[command(flatten)]
     devices: DeviceArgs,
+    /// Keep the KV blocks of finished requests for others that begin with the same tokens: on or off [default: on]
+    #[arg(long, env = "LOCKSTEP_PREFIX_CACHING", value_name = "ON|OFF")]
+    prefix_caching: Option<String>,
     /// Threads of each worker on the processor [default: all cores divided by the workers]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     threads_per_worker: Option<u64>,
     /// Address to listen on; 0.0.0.0 serves other machines too
     #[arg(long, default_value = "127.0.0.1", value_name = "ADDRESS")]
     host: std::net::IpAddr,
-    /// Speak clear text with other machines too, as --host makes it; for TLS run coordinator and workers by themselves
+    #[command(flatten)]
+    server_tls: ServerTlsArgs,
+    /// Speak clear text with other machines too, as --host makes it without --tls-cert
     #[arg(long, env = "LOCKSTEP_INSECURE")]
     insecure: bool,
     /// Port of the gRPC service; 0: any
@@ -103,6 +111,7 @@ struct Ready<'a> {
 pub async fn run(args: Args, log: &LogSettings) -> anyhow::Result<()> {
     let devices = args.devices.clone().or(devices_in(args.config.as_deref())?);
     let dtype = devices.dtype()?;
+    args.prefix_caching.as_deref().map(|value| is_on("prefix_caching", value)).transpose()?;
     let choose = |num_ranks| choose_automatically(num_ranks, dtype);
     let layout = args.layout.layout(devices.selection()?, &choose)?;
     let model = args.model.canonicalize().with_context(|| format!("model {}", args.model.display()))?;
@@ -137,6 +146,7 @@ impl Args {
             format!("--http-listen={}", std::net::SocketAddr::new(self.host, self.http_port)),
             format!("--ready-file={}", listening.display()),
         ];
+        arguments.extend(self.server_tls.arguments());
         arguments.extend(self.insecure.then(|| String::from("--insecure")));
         arguments.extend(self.tenants.as_ref().map(|path| format!("--tenants={}", path.display())));
         arguments.extend(self.config.as_ref().map(|path| format!("--config={}", path.display())));
@@ -154,6 +164,7 @@ impl Args {
             format!("--device={}", layout.device_of(index)),
         ];
         arguments.extend(layout.reason.as_ref().map(|reason| format!("--device-reason={reason}")));
+        arguments.extend(self.prefix_caching.as_ref().map(|value| format!("--prefix-caching={value}")));
         arguments.extend(self.devices.dtype.as_ref().map(|dtype| format!("--dtype={dtype}")));
         arguments.extend(self.config.as_ref().map(|path| format!("--config={}", path.display())));
         arguments
@@ -187,9 +198,10 @@ impl Args {
             source: model.to_string_lossy().into(),
             policy: layout.policy.clone(),
         };
+        let files = server_tls(&self.server_tls, self.config.as_deref())?;
         tokio::select! {
             () = shutdown.cancelled() => return Ok(()),
-            loaded = load(ServerArgs::local(reachable, self.api_key.clone()), layout.num_workers, request) => loaded?,
+            loaded = load(ServerArgs::own(reachable, files, self.api_key.clone()), layout.num_workers, request) => loaded?,
             error = cluster.first_end() => return Err(error),
         }
         let write_ready = |cluster: &Cluster| match &self.ready_file {
