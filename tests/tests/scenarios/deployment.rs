@@ -1,5 +1,6 @@
-//! What deploys the binary: the Helm chart, held against schemas and house rules, and run as it is rendered.
-//! The checks are Python's, since Helm's engine and Kubernetes' schemas come as its packages (`helm/tests`).
+//! What deploys the binary: the Helm chart, the container and compose files, the systemd units, held against schemas and
+//! house rules, and run as far as they can be. The checks are Python's, since Helm's engine, Kubernetes' schemas and the
+//! linter come as its packages (`helm/tests`, `deploy/tests`).
 
 use std::process::Command;
 
@@ -29,4 +30,10 @@ async fn alerts_and_dashboard_know_the_metrics() {
 async fn the_cluster_that_the_chart_describes_answers() {
     let _turn = cluster::turn().unwrap();
     run_python("helm/tests", "test_cluster").await;
+}
+
+#[tokio::test]
+async fn compose_and_units_run_what_they_say() {
+    let _turn = cluster::turn().unwrap();
+    run_python("deploy/tests", "test_containers").await;
 }
