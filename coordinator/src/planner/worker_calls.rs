@@ -20,6 +20,11 @@ const DESCRIBE_TIMEOUT: Duration = Duration::from_secs(120);
 const LOAD_SILENCE: Duration = Duration::from_secs(300);
 /// Freeing memory.
 const UNLOAD_TIMEOUT: Duration = Duration::from_secs(10);
+/// Bytes that a worker may send on one stream ahead of its reader, and on all of them together: so much more that readers
+/// who are slow hold up their own streams alone.
+const STREAM_WINDOW_BYTES: u32 = 64 << 10;
+/// See `STREAM_WINDOW_BYTES`; the largest that HTTP/2 knows.
+const CONNECTION_WINDOW_BYTES: u32 = i32::MAX as u32;
 
 /// A registration as the planner last saw it.
 pub struct KnownWorker {
@@ -53,8 +58,8 @@ pub fn client(address: &str, outbound: &Outbound) -> Result<WorkerClient<Channel
         Connector::new(address, outbound.clone()).map_err(|error| format!("of the worker: {error}"))?;
     let endpoint = endpoint
         .connect_timeout(CONNECT_TIMEOUT)
-        .initial_stream_window_size(1 << 20)
-        .initial_connection_window_size(16 << 20);
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES);
     Ok(WorkerClient::new(endpoint.connect_with_connector_lazy(connector))
         .max_decoding_message_size(MAX_MESSAGE_BYTES)
         .max_encoding_message_size(MAX_MESSAGE_BYTES))

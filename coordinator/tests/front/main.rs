@@ -16,5 +16,6 @@ mod liveness;
 mod openai;
 mod resume;
 mod routing;
+mod slow_readers;
 mod tenants;
 mod tls;

@@ -74,6 +74,10 @@ pub struct StubState {
     pub num_cancelled: AtomicUsize,
     /// Sequences now running.
     pub num_running: AtomicUsize,
+    /// Alternatives in the log-probabilities of its tokens.
+    pub num_top: AtomicUsize,
+    /// Messages with tokens that it has sent.
+    pub num_sent: AtomicUsize,
     /// Requests of UnloadReplica.
     pub unloads: Mutex<Vec<v1::UnloadReplicaRequest>>,
     /// How long a load takes.
@@ -112,6 +116,8 @@ impl Default for StubState {
             is_beating: Mutex::new(true),
             num_cancelled: AtomicUsize::default(),
             num_running: AtomicUsize::default(),
+            num_top: AtomicUsize::default(),
+            num_sent: AtomicUsize::default(),
             unloads: Mutex::default(),
             load_delay: Mutex::default(),
             refuses_loads: Mutex::default(),
@@ -302,8 +308,9 @@ async fn spell(
             }
         }
         let token_id = u32::from(script[index % script.len()]);
-        let chosen = Some(v1::TokenLogprob { token_id, logprob: -0.5, text: String::new() });
-        let logprobs = (sampling.logprobs > 0).then_some(v1::TokenLogprobs { chosen, top: Vec::new() });
+        let chosen = v1::TokenLogprob { token_id, logprob: -0.5, text: String::new() };
+        let top = vec![chosen.clone(); state.num_top.load(Ordering::SeqCst)];
+        let logprobs = (sampling.logprobs > 0).then_some(v1::TokenLogprobs { chosen: Some(chosen), top });
         let tokens = v1::SequenceTokens {
             token_ids: vec![token_id],
             logprobs: logprobs.into_iter().collect(),
@@ -313,6 +320,7 @@ async fn spell(
         if sender.send(Ok(event(v1::sequence_event::Event::Tokens(tokens)))).await.is_err() {
             return false;
         }
+        state.num_sent.fetch_add(1, Ordering::SeqCst);
     }
     if *state.halts_at.lock().unwrap() == sampling.max_tokens() as usize {
         sender.closed().await;
