@@ -1,10 +1,10 @@
 //! The tenants' file: TOML, one `[[tenant]]` each.
 //! Invariant: what passes here is complete and in range; unknown keys, names that are there twice and keys that two
-//! tenants share are refused, each by name.
+//! tenants share are refused, each by name; what is wrong is said without the line itself, in which a key may stand.
 
 use std::{collections::BTreeSet, time::Duration};
 
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer, de::Error};
 
 use super::key::KeyHash;
 
@@ -27,7 +27,7 @@ pub struct TenantSpec {
     /// Letters, digits, `.`, `_` and `-`: it is a label of metrics.
     pub name: String,
     /// SHA-256 of its keys; several while one is being replaced.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "hashes")]
     pub key_sha256: Vec<KeyHash>,
     /// Its part of the replicas beside others, 1 to 1000.
     #[serde(default = "one")]
@@ -50,6 +50,12 @@ pub struct TenantSpec {
 
 fn one() -> u32 {
     1
+}
+
+/// Its own errors would quote what they refuse.
+fn hashes<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<KeyHash>, D::Error> {
+    let problem = |_| D::Error::custom("key_sha256 is no array of SHA-256, each of 64 hexadecimal digits");
+    Vec::deserialize(deserializer).map_err(problem)
 }
 
 impl TenantSpec {
@@ -114,7 +120,10 @@ pub fn check_name(name: &str) -> Result<(), String> {
 /// # Errors
 /// What is wrong, with the line or the tenant.
 pub fn parse(text: &str) -> Result<Vec<TenantSpec>, String> {
-    let File { tenant: tenants } = toml::from_str(text).map_err(|error| error.to_string())?;
+    let File { tenant: tenants } = toml::from_str(text).map_err(|error| {
+        let before = error.span().and_then(|span| text.get(..span.start)).unwrap_or_default();
+        format!("line {}: {}", before.matches('\n').count() + 1, error.message())
+    })?;
     let (mut names, mut keys) = (BTreeSet::new(), BTreeSet::new());
     for tenant in &tenants {
         tenant.check()?;
@@ -159,12 +168,18 @@ mod tests {
             ("[[tenant]]\nname = \"a\"\ntokens_per_minute = 0", "tokens_per_minute is 0"),
             ("[[tenant]]\nname = \"a\"\nbudget_period_hours = 2", "budget_period_hours is 2"),
             ("[[tenant]]\nname = \"a\"\n[[tenant]]\nname = \"a\"", "tenant a is there twice"),
-            ("[[tenant]]\nname = \"a\"\nkey_sha256 = [\"xy\"]", "\"xy\" is no SHA-256"),
+            ("[[tenant]]\nname = \"a\"\nkey_sha256 = [\"xy\"]", "key_sha256 is no array of SHA-256"),
+            ("[[tenant]]\nname = \"a\"\n\nweight = true", "line 4: "),
             ("[[tenants]]\nname = \"a\"", "tenants"),
         ];
         for (text, expected) in cases {
             let problem = parse(text).unwrap_err();
             assert!(problem.contains(expected), "{problem}");
+        }
+        let key = super::super::key::generate().unwrap();
+        for value in [format!("[\"{key}\"]"), format!("\"{key}\""), format!("[\"{key}\""), key.clone()] {
+            let problem = parse(&format!("[[tenant]]\nname = \"a\"\nkey_sha256 = {value}\n")).unwrap_err();
+            assert!(problem.starts_with("line ") && !problem.contains(&key[9..20]), "{problem}");
         }
         let twice = format!("[[tenant]]\nname = \"a\"\nkey_sha256 = [\"{hash}\"]\n");
         let problem = parse(&format!("{twice}{}", twice.replace("\"a\"", "\"b\""))).unwrap_err();

@@ -35,7 +35,7 @@ impl fmt::Debug for KeyHash {
 impl<'de> Deserialize<'de> for KeyHash {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
-        let problem = || D::Error::custom(format!("{text:?} is no SHA-256: expected 64 hexadecimal digits"));
+        let problem = || D::Error::custom("expected 64 hexadecimal digits");
         let digits: Vec<u8> = text
             .chars()
             .map(|digit| digit.to_digit(16).map(|digit| digit as u8))

@@ -17,13 +17,11 @@ impl Tenants {
         loop {
             let read = tokio::fs::read_to_string(&path).await.map_err(|error| error.to_string());
             if seen.as_ref() != Some(&read) {
-                let is_first = seen.is_none();
                 let parsed = read.clone().and_then(|text| file::parse(&text));
                 self.is_file_valid.store(parsed.is_ok(), Ordering::Relaxed);
                 match parsed {
-                    Ok(_) if is_first => {}
                     Ok(specs) => {
-                        tracing::info!(path = %path.display(), num_tenants = specs.len(), "the tenants' file changed");
+                        tracing::info!(path = %path.display(), num_tenants = specs.len(), "the tenants' file is in force");
                         self.replace(specs);
                     }
                     Err(problem) => {

@@ -79,8 +79,10 @@ async fn a_changed_file_is_taken_over_and_a_bad_one_is_not() {
     let path = folder.join("tenants.toml");
     std::fs::write(&path, text(&[("a", "first", ""), ("b", "second", "")])).unwrap();
     let tenants = Tenants::open(Some(&path)).unwrap();
-    let follow = tokio::spawn(tenants.clone().follow(path.clone()));
     let running = tenants.authenticate(Some(b"Bearer second")).unwrap().enter().unwrap();
+    // A change before the first look.
+    std::fs::write(&path, text(&[("a", "early", ""), ("b", "second", "")])).unwrap();
+    let follow = tokio::spawn(tenants.clone().follow(path.clone()));
     let until = async |what: &str, condition: &dyn Fn() -> bool| {
         for _ in 0..500 {
             if condition() {
@@ -90,16 +92,16 @@ async fn a_changed_file_is_taken_over_and_a_bad_one_is_not() {
         }
         panic!("{what} did not happen");
     };
-    // The first look finds what is in force.
-    tokio::time::sleep(Duration::from_millis(100)).await;
+    until("the first look", &|| name(&tenants, "Bearer early").as_deref() == Some("a")).await;
+    assert!(name(&tenants, "Bearer first").is_none());
     std::fs::write(&path, "[[tenant]]\nname = 1").unwrap();
     until("the refusal", &|| !tenants.is_file_valid()).await;
-    assert_eq!(name(&tenants, "Bearer first").as_deref(), Some("a"));
+    assert_eq!(name(&tenants, "Bearer early").as_deref(), Some("a"));
     std::fs::write(&path, text(&[("b", "third", "max_concurrent = 1")])).unwrap();
     until("the change", &|| name(&tenants, "Bearer third").as_deref() == Some("b")).await;
     assert!(
         tenants.is_file_valid()
-            && name(&tenants, "Bearer first").is_none()
+            && name(&tenants, "Bearer early").is_none()
             && name(&tenants, "Bearer second").is_none()
     );
     // What runs is counted on.
