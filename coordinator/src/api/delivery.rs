@@ -2,20 +2,23 @@
 //! For: gRPC and the OpenAI API. A request holds KV blocks and its tenant's tokens as long as it is not read to its end, so
 //! a client that stops reading, but stays, must not hold them for ever.
 //! Invariants: one message is made ahead of the client, no more; when the client leaves, or lets a message lie for longer
-//! than the patience, the source is dropped at once, and the client that still reads then learns why.
+//! than the patience, the source is dropped at once, and the client that still reads then learns why; a source that panics
+//! ends with an error, never as if it were whole.
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
-};
+use std::time::Duration;
 
 use futures::{Stream, StreamExt, stream};
 use tokio::sync::mpsc;
 
 use crate::error::RequestError;
+
+/// Why no more messages come.
+enum End {
+    /// The source ended, or the client left.
+    Done,
+    /// The client let a message lie.
+    GivenUp,
+}
 
 /// Hands on what `source` yields.
 pub fn deliver<T: Send + 'static>(
@@ -23,44 +26,42 @@ pub fn deliver<T: Send + 'static>(
     patience: Duration,
 ) -> impl Stream<Item = Result<T, RequestError>> + Send {
     let (sender, receiver) = mpsc::channel(1);
-    let is_given_up = Arc::new(AtomicBool::new(false));
-    tokio::spawn(pump(source, sender, patience, Arc::clone(&is_given_up)));
-    stream::unfold((receiver, is_given_up), move |(mut receiver, is_given_up)| async move {
-        let message = match receiver.recv().await {
-            Some(message) => message,
-            None if is_given_up.swap(false, Ordering::AcqRel) => Err(RequestError::SlowReader { patience }),
-            None => return None,
+    let pump = tokio::spawn(pump(source, sender, patience));
+    stream::unfold(Some((receiver, pump)), move |state| async move {
+        let (mut receiver, pump) = state?;
+        if let Some(message) = receiver.recv().await {
+            return Some((message, Some((receiver, pump))));
+        }
+        let error = match pump.await {
+            Ok(End::Done) => return None,
+            Ok(End::GivenUp) => RequestError::SlowReader { patience },
+            // The panic hook has said more.
+            Err(_) => RequestError::Internal("the request's task panicked".into()),
         };
-        Some((message, (receiver, is_given_up)))
+        Some((Err(error), None))
     })
 }
 
-async fn pump<T>(
-    source: impl Stream<Item = T>,
-    sender: mpsc::Sender<T>,
-    patience: Duration,
-    is_given_up: Arc<AtomicBool>,
-) {
+async fn pump<T>(source: impl Stream<Item = T>, sender: mpsc::Sender<T>, patience: Duration) -> End {
     let mut source = std::pin::pin!(source);
     loop {
         let message = tokio::select! {
-            () = sender.closed() => return,
+            () = sender.closed() => return End::Done,
             message = source.next() => message,
         };
-        let Some(message) = message else { return };
+        let Some(message) = message else { return End::Done };
         match tokio::time::timeout(patience, sender.send(message)).await {
             Ok(Ok(())) => {}
-            Ok(Err(_)) => return,
-            Err(_) => {
-                is_given_up.store(true, Ordering::Release);
-                return;
-            }
+            Ok(Err(_)) => return End::Done,
+            Err(_) => return End::GivenUp,
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
 
     fn numbers(count: usize) -> (impl Stream<Item = Result<usize, RequestError>> + Send, Arc<()>) {
@@ -109,5 +110,13 @@ mod tests {
         });
         drop(deliver(source, Duration::from_secs(60)));
         until_dropped(&held).await;
+    }
+
+    #[tokio::test]
+    async fn a_panic_is_an_error_and_no_end() {
+        let source = stream::iter(0..3).map(|index| if index < 2 { Ok(index) } else { panic!("a bug") });
+        let read: Vec<_> = deliver(source, Duration::from_secs(60)).collect().await;
+        assert_eq!(read.len(), 3);
+        assert!(matches!(read[2], Err(RequestError::Internal(_))), "{:?}", read[2]);
     }
 }
