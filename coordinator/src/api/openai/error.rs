@@ -15,12 +15,16 @@ use crate::error::RequestError;
 
 /// The retry hint that OpenAI's clients prefer, as milliseconds.
 const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
+/// Whether OpenAI's clients try again, which they do by themselves after every 5xx.
+const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 
 /// What a client is told.
 #[derive(Debug)]
 pub struct ApiError {
     status: StatusCode,
     retry_after: Option<Duration>,
+    /// It would break more than it broke.
+    is_final: bool,
     error: Body,
 }
 
@@ -49,7 +53,8 @@ impl ApiError {
             500.. => "server_error",
             _ => "invalid_request_error",
         };
-        Self { status, retry_after: None, error: Body { message, kind, param: None, code: Some(code) } }
+        let error = Body { message, kind, param: None, code: Some(code) };
+        Self { status, retry_after: None, is_final: false, error }
     }
 
     /// A value of `param` that cannot be served; `param` may be empty.
@@ -59,7 +64,7 @@ impl ApiError {
             param => (Some(param.to_owned()), format!("{param}: {problem}")),
         };
         let error = Body { message, kind: "invalid_request_error", param, code: None };
-        Self { status: StatusCode::BAD_REQUEST, retry_after: None, error }
+        Self { status: StatusCode::BAD_REQUEST, retry_after: None, is_final: false, error }
     }
 
     /// A request's failure, with fields named as in the body of the endpoint whose input is `input`.
@@ -74,6 +79,7 @@ impl ApiError {
         }
         let class = error.class();
         let mut answer = Self::new(status_of(class), class.reason(), error.to_string());
+        answer.is_final = matches!(error, RequestError::BrokeReplicas { .. });
         if matches!(error, RequestError::UnknownModel { .. }) {
             answer.error.param = Some("model".into());
             answer.error.code = Some("model_not_found");
@@ -116,10 +122,13 @@ fn status_of(class: Class) -> StatusCode {
 
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
-        let (status, retry_after) = (self.status, self.retry_after);
+        let (status, retry_after, is_final) = (self.status, self.retry_after, self.is_final);
         let mut response = (status, Json(self.into_object())).into_response();
         if status == StatusCode::UNAUTHORIZED {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        if is_final {
+            response.headers_mut().insert(SHOULD_RETRY, HeaderValue::from_static("false"));
         }
         if let Some(wait) = retry_after {
             let millis = wait.as_millis() as u64;
@@ -127,5 +136,22 @@ impl IntoResponse for ApiError {
             response.headers_mut().insert(RETRY_AFTER_MS, HeaderValue::from(millis));
         }
         response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_breaks_replicas_is_not_to_be_tried_again() {
+        let header = |error: &RequestError| {
+            let response = ApiError::of(error, "").into_response();
+            (response.status(), response.headers().get(SHOULD_RETRY).cloned())
+        };
+        let status = StatusCode::INTERNAL_SERVER_ERROR;
+        let never = Some(HeaderValue::from_static("false"));
+        assert_eq!(header(&RequestError::BrokeReplicas { count: 3 }), (status, never));
+        assert_eq!(header(&RequestError::Internal("a bug".into())), (status, None));
     }
 }
