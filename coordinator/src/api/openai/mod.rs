@@ -1,6 +1,6 @@
 //! The OpenAI HTTP API, over the same path as gRPC Generate.
 //!
-//! - [`request`] ([`prompt`], [`messages`], [`unserved`]): what clients send, read and refused by field.
+//! - [`request`] ([`prompt`], [`messages`], [`texts`], [`unserved`]): what clients send, read and refused by field.
 //! - [`completions`], [`chat`], [`models`]: the endpoints and the wording of their answers.
 //! - [`choices`]: the sequences of a request; [`answer`]: one JSON object of them; [`stream`]: server-sent events.
 //! - [`error`]: failures in OpenAI's shape.
@@ -35,6 +35,7 @@ pub mod models;
 pub mod prompt;
 pub mod request;
 pub mod stream;
+pub mod texts;
 pub mod unserved;
 
 /// Longest that a client may take to send a request.

@@ -1,5 +1,6 @@
 //! `prompt` of a completion: a text, several texts, token ids, or several lists of token ids.
-//! Invariant: it is read without buffering, so a long list of ids costs four bytes an id.
+//! Invariant: it is read without buffering, so a long list of ids costs four bytes an id, and no further than there may be
+//! prompts.
 
 use std::fmt;
 
@@ -8,6 +9,8 @@ use serde::{
     Deserialize, Deserializer,
     de::{Error, SeqAccess, Visitor},
 };
+
+use super::request::MAX_CHOICES;
 
 /// The prompts of one request, in their order.
 #[derive(Debug, PartialEq)]
@@ -46,7 +49,7 @@ impl<'de> Visitor<'de> for PromptsVisitor {
             Some(First::Text(text)) => {
                 prompts.push(Input::Prompt(text));
                 while let Some(text) = entries.next_element()? {
-                    prompts.push(Input::Prompt(text));
+                    add(&mut prompts, Input::Prompt(text))?;
                 }
             }
             Some(First::TokenId(id)) => {
@@ -59,12 +62,21 @@ impl<'de> Visitor<'de> for PromptsVisitor {
             Some(First::TokenIds(ids)) => {
                 prompts.push(token_ids(ids));
                 while let Some(ids) = entries.next_element()? {
-                    prompts.push(token_ids(ids));
+                    add(&mut prompts, token_ids(ids))?;
                 }
             }
         }
         Ok(Prompts(prompts))
     }
+}
+
+/// One more, unless they are too many already: what follows is not read.
+fn add<E: Error>(prompts: &mut Vec<Input>, prompt: Input) -> Result<(), E> {
+    if prompts.len() == MAX_CHOICES {
+        return Err(E::custom(format!("has more than {MAX_CHOICES} prompts")));
+    }
+    prompts.push(prompt);
+    Ok(())
 }
 
 fn token_ids(ids: Vec<u32>) -> Input {
@@ -122,6 +134,10 @@ mod tests {
         }
         for json in ["5", "null", r#"["a", 1]"#, r#"[1, "a"]"#, "[[1], 2]", "[-1]", "[4294967296]", "[1.5]", "[{}]"] {
             assert!(serde_json::from_str::<Prompts>(json).is_err(), "{json}");
+        }
+        for prompt in [r#""a","#, "[1],"] {
+            let error = serde_json::from_str::<Prompts>(&format!("[{}", prompt.repeat(MAX_CHOICES + 1))).unwrap_err();
+            assert!(error.to_string().starts_with("has more than 128 prompts"), "{error}");
         }
     }
 }

@@ -11,12 +11,12 @@ use lockstep_proto::{
 };
 use serde::Deserialize;
 
-use super::{error::ApiError, messages::Message, prompt::Prompts, unserved::FirstUnserved};
+use super::{error::ApiError, messages::Message, prompt::Prompts, texts::Texts, unserved::FirstUnserved};
 
 /// A client's deadline for the whole answer, milliseconds.
 const REQUEST_TIMEOUT: &str = "x-request-timeout-ms";
 /// Most choices of a request: prompts times `n`.
-const MAX_CHOICES: usize = 128;
+pub const MAX_CHOICES: usize = 128;
 
 /// What both endpoints read; each takes its own input and `logprobs`.
 #[derive(Debug, Deserialize)]
@@ -40,7 +40,7 @@ pub struct Body {
     presence_penalty: Option<f32>,
     frequency_penalty: Option<f32>,
     seed: Option<i64>,
-    stop: Option<Stop>,
+    stop: Option<Texts>,
     stop_token_ids: Option<Vec<u32>>,
     ignore_eos: Option<bool>,
     logprobs: Option<Logprobs>,
@@ -49,14 +49,7 @@ pub struct Body {
     stream: Option<bool>,
     stream_options: Option<StreamOptions>,
     response_format: Option<ResponseFormat>,
-    modalities: Option<Vec<String>>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(untagged, expecting = "expected a text or an array of texts")]
-enum Stop {
-    One(String),
-    Several(Vec<String>),
+    modalities: Option<Texts>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -109,7 +102,8 @@ impl Body {
             let problem = format!("is {:?}, only text is served", format.kind);
             return Err(ApiError::invalid("response_format.type", problem));
         }
-        if let Some(modality) = body.modalities.iter().flatten().find(|modality| *modality != "text") {
+        let modalities = body.modalities.iter().flat_map(|Texts(modalities)| modalities);
+        if let Some(modality) = modalities.into_iter().find(|modality| *modality != "text") {
             return Err(ApiError::invalid("modalities", format!("has {modality:?}, only text is served")));
         }
         Ok(body)
@@ -188,11 +182,6 @@ impl Body {
                 Some(u32::try_from(top_k).map_err(refuse)?)
             }
         };
-        let stop = match &self.stop {
-            None => Vec::new(),
-            Some(Stop::One(stop)) => vec![stop.clone()],
-            Some(Stop::Several(stops)) => stops.clone(),
-        };
         let sampling = v1::SamplingParams {
             max_tokens,
             temperature: self.temperature,
@@ -203,7 +192,7 @@ impl Body {
             repetition_penalty: self.repetition_penalty,
             presence_penalty: self.presence_penalty,
             frequency_penalty: self.frequency_penalty,
-            stop,
+            stop: self.stop.as_ref().map_or_else(Vec::new, |Texts(stops)| stops.clone()),
             stop_token_ids: self.stop_token_ids.clone().unwrap_or_default(),
             ignore_eos: self.ignore_eos.unwrap_or(false),
             // The chosen token's alone cannot be asked for; what is too much is left out of the answer.
