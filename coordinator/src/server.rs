@@ -13,7 +13,10 @@ use tonic::{Code, service::Routes, transport::Server};
 use crate::{
     CoordinatorConfig, CoordinatorError,
     admission::Admission,
-    api::{MAX_REQUEST_BYTES, admin::AdminService, auth, grpc::InferenceService, health, http, intake::Intake},
+    api::{
+        MAX_REQUEST_BYTES, admin::AdminService, auth, grpc::InferenceService, health, http, intake::Intake,
+        tokenizing::Tokenizing,
+    },
     cluster::{MemoryRegistry, PlanStore, Registry, registration::RegistrationService},
     http_server::{self, HttpLimits},
     metrics::Metrics,
@@ -70,6 +73,7 @@ pub async fn run(
         tenants,
         admission: admission.clone(),
         router: router.clone(),
+        tokenizing: Tokenizing::default(),
         metrics,
         failover_timeout: config.failover_timeout,
         slow_reader_timeout: config.slow_reader_timeout,

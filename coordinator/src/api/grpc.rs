@@ -14,7 +14,7 @@ use super::{
     auth::Caller,
     delivery::deliver,
     generation::Generation,
-    intake::{Intake, Times, described, tokenize},
+    intake::{Intake, Times, described},
     validate::{self, PromptText},
 };
 use crate::{error::RequestError, tenants::Tenant};
@@ -77,7 +77,7 @@ impl v1::inference_server::Inference for InferenceService {
                 PromptText::Chat(chat)
             }
         };
-        let tokenized = tokenize(text, &description, |token_ids, model| {
+        let tokenized = self.intake.tokenizing.encode(text, &description, |token_ids, model| {
             let text_of = |id: &u32| model.tokenizer.token_text(*id).unwrap_or_default();
             let tokens = token_ids.iter().map(text_of).collect();
             v1::TokenizeResponse { token_ids, tokens }

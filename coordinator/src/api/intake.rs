@@ -14,6 +14,7 @@ use super::{
     output::Output,
     placement::{Failover, Placement},
     span::{self, Ending},
+    tokenizing::Tokenizing,
     validate::{self, PromptText},
 };
 use crate::{
@@ -25,9 +26,6 @@ use crate::{
     tenants::{Tenant, Tenants},
 };
 
-/// Prompts up to so many bytes are tokenized in place, which is faster than a hop to another thread.
-const INLINE_PROMPT_BYTES: usize = 4096;
-
 /// Takes requests in; cheap to clone.
 #[derive(Clone)]
 pub struct Intake {
@@ -37,6 +35,8 @@ pub struct Intake {
     pub admission: Admission,
     /// Chooses replicas.
     pub router: Router,
+    /// Makes tokens of prompts.
+    pub tokenizing: Tokenizing,
     /// Counts requests.
     pub metrics: Arc<Metrics>,
     /// Longest wait for another replica when one breaks, of a request without a deadline.
@@ -98,7 +98,7 @@ impl Intake {
         let model = self.router.model(&request.model)?;
         let description = described(&model)?;
         validate::check_request(&request, description.shape.vocab_size)?;
-        let encode = |text| tokenize(text, &description, |token_ids, _| token_ids);
+        let encode = |text| self.tokenizing.encode(text, &description, |token_ids, _| token_ids);
         let token_ids = match request.input {
             Some(Input::TokenIds(tokens)) => tokens.ids,
             Some(Input::Prompt(text)) => encode(PromptText::Prompt(text)).await?,
@@ -175,24 +175,4 @@ impl Intake {
 pub fn described(model: &ServedModel) -> Result<Arc<ModelDescription>, RequestError> {
     let not_ready = || RequestError::NotReady { model: model.spec.name.clone(), problem: model.explain().public };
     model.description.clone().ok_or_else(not_ready)
-}
-
-/// Tokenizes a text and does `finish` with it, both on a thread of its own if the text is long.
-///
-/// # Errors
-/// [`RequestError::Invalid`] as [`PromptText::encode`].
-pub async fn tokenize<T: Send + 'static>(
-    text: PromptText,
-    model: &Arc<ModelDescription>,
-    finish: impl FnOnce(Vec<u32>, &ModelDescription) -> T + Send + 'static,
-) -> Result<T, RequestError> {
-    let is_short = text.num_bytes() <= INLINE_PROMPT_BYTES;
-    let model = Arc::clone(model);
-    let work = move || text.encode(&model).map(|token_ids| finish(token_ids, &model));
-    if is_short {
-        return work();
-    }
-    tokio::task::spawn_blocking(work)
-        .await
-        .map_err(|error| RequestError::Internal(format!("tokenizing failed: {error}")))?
 }

@@ -1,6 +1,6 @@
 //! What clients and operators talk to.
 //!
-//! - [`grpc`]: Inference. [`intake`]: [`validate`] → [`generation`] ([`output`], [`stop_text`]), which [`placement`] keeps
+//! - [`grpc`]: Inference. [`intake`]: [`validate`], [`tokenizing`] → [`generation`] ([`output`], [`stop_text`]), which [`placement`] keeps
 //!   on a replica, one [`attempt`] after the other; [`delivery`]: to clients that read in time. [`span`]: what traces say of that.
 //! - [`openai`]: the OpenAI API over the same intake.
 //! - [`auth`]: whose a call is, for all of them.
@@ -22,6 +22,7 @@ pub mod placement;
 pub mod span;
 pub mod status;
 pub mod stop_text;
+pub mod tokenizing;
 pub mod validate;
 
 /// Largest request of a client: a prompt of some million tokens.
