@@ -17,7 +17,7 @@ use lockstep_sharding::{Explanation, ModelShape, ReplicaPlan};
 use tokio::{sync::watch, time::Instant};
 use tonic::transport::Channel;
 
-use crate::{config::ModelSpec, router::prefix_index::PrefixIndex};
+use crate::{config::ModelSpec, error::RequestError, router::prefix_index::PrefixIndex};
 
 /// Desired models by name, with what became of them.
 pub type ModelTable = Arc<BTreeMap<String, Arc<ServedModel>>>;
@@ -79,6 +79,11 @@ impl ServedModel {
             "it is being loaded"
         };
         self.problem.clone().unwrap_or_else(|| Problem::new(progress, progress))
+    }
+
+    /// What a request is told that it cannot serve now.
+    pub fn not_ready(&self) -> RequestError {
+        RequestError::NotReady { model: self.spec.name.clone(), problem: self.explain().public }
     }
 }
 

@@ -23,7 +23,6 @@ use crate::{
     admission::Permit,
     error::RequestError,
     metrics::{Metrics, TenantMetrics},
-    served::ServedModel,
 };
 
 /// What a stream holds as long as it runs.
@@ -67,14 +66,13 @@ pub struct Generation {
 }
 
 impl Generation {
-    /// Starts the sequence on a replica of `model`, behind what was `received` of it.
+    /// Starts the sequence on a replica of its model, behind what was `received` of it.
     ///
     /// # Errors
     /// [`RequestError`] if there is none, the worker refuses it or the deadline passes; [`RequestError::Invalid`] if what
     /// was received fits no answer.
     pub async fn start(
         mut running: Running,
-        model: &ServedModel,
         mut placement: Placement,
         mut output: Output,
         received: &v1::Received,
@@ -82,7 +80,7 @@ impl Generation {
         let (unsent, is_stopped) = output.resume(received)?;
         placement.record(&received.token_ids);
         let is_over = is_stopped || placement.is_complete();
-        let attempt = if is_over { None } else { Some(placement.first(model).await?) };
+        let attempt = if is_over { None } else { Some(placement.first().await?) };
         if let Some(attempt) = &attempt {
             span::on_replica(&running.span, attempt.replica());
         }

@@ -33,7 +33,7 @@ pub struct Intake {
     pub tenants: Tenants,
     /// Bounds the requests.
     pub admission: Admission,
-    /// Chooses replicas.
+    /// Knows models and replicas.
     pub router: Router,
     /// Makes tokens of prompts.
     pub tokenizing: Tokenizing,
@@ -155,7 +155,7 @@ impl Intake {
         let tenant_metrics = metrics.of_tenant(permit.entry.tenant());
         let accepted = times.accepted;
         let running = Running { request_id, permit, accepted, prompt_tokens, metrics, tenant_metrics, span };
-        Generation::start(running, model, placement, output, &prepared.received).await
+        Generation::start(running, placement, output, &prepared.received).await
     }
 }
 
@@ -173,6 +173,5 @@ impl Intake {
 /// # Errors
 /// [`RequestError::NotReady`] if no worker described it yet.
 pub fn described(model: &ServedModel) -> Result<Arc<ModelDescription>, RequestError> {
-    let not_ready = || RequestError::NotReady { model: model.spec.name.clone(), problem: model.explain().public };
-    model.description.clone().ok_or_else(not_ready)
+    model.description.clone().ok_or_else(|| model.not_ready())
 }

@@ -20,7 +20,7 @@ use crate::{
         Router,
         choice::{Work, choose},
     },
-    served::{ModelDescription, Replica, ReplicaLoad, ServedModel},
+    served::{ModelDescription, ModelTable, Replica, ReplicaLoad, ServedModel},
 };
 
 /// How long a replica that lost or refused a request is not asked again, unless it breaks: the planner knows by then.
@@ -79,12 +79,14 @@ impl Placement {
         }
     }
 
-    /// Starts it on the best replica, or, if that is lost at this moment, on another.
+    /// Starts it on the best replica that there is now, or, if that is lost or full at this moment, on another.
     ///
     /// # Errors
     /// [`RequestError::NotReady`] if there is none now; what the worker has against the request; [`Self::again`]'s.
-    pub async fn first(&mut self, model: &ServedModel) -> Result<Attempt, RequestError> {
-        let load = self.failover.router.replica(model, Work::of(&self.request))?;
+    pub async fn first(&mut self) -> Result<Attempt, RequestError> {
+        // Not the table of before it was tokenized: replicas come and go meanwhile.
+        let model = self.model_in(&self.failover.router.models())?;
+        let load = choose(&model, Work::of(&self.request), |_| true).ok_or_else(|| model.not_ready())?;
         match self.try_on(load).await {
             Ok(attempt) => Ok(attempt),
             Err((replica, error)) => self.place_after(replica, error).await,
@@ -139,12 +141,13 @@ impl Placement {
     }
 
     async fn place_after(&mut self, replica: Arc<Replica>, error: RequestError) -> Result<Attempt, RequestError> {
-        let begin = Instant::now();
+        let (begin, is_running) = (Instant::now(), self.was_taken);
         let (mut replica, mut error) = (replica, error);
         loop {
             self.avoid(&replica, &error)?;
             let load = self.wait(begin, &replica, error).await?;
             match self.try_on(load).await {
+                Ok(attempt) if !is_running => return Ok(attempt),
                 Ok(attempt) => {
                     self.has_moved = true;
                     self.num_moves += 1;
@@ -187,10 +190,7 @@ impl Placement {
     fn avoid(&mut self, replica: &Arc<Replica>, error: &RequestError) -> Result<(), RequestError> {
         let rest = match error {
             error if error.is_about_the_replica() => REST,
-            // Only who was never accepted can be told to come back later.
-            RequestError::Worker { class: Class::Overloaded, retry_after, .. } if self.was_taken => {
-                retry_after.unwrap_or(RETRY_AFTER)
-            }
+            RequestError::Worker { class: Class::Overloaded, retry_after, .. } => retry_after.unwrap_or(RETRY_AFTER),
             error => return Err(error.clone()),
         };
         self.avoided.retain(|(other, _)| !Arc::ptr_eq(other, replica) && other.is_live());
@@ -209,16 +209,16 @@ impl Placement {
         let mut models = self.failover.router.watch();
         let limit = self.deadline.unwrap_or(begin + self.failover.timeout);
         loop {
-            let model = models.borrow_and_update().get(&self.request.model).cloned();
-            let is_same = |model: &Arc<ServedModel>| {
-                model.description.as_ref().is_some_and(|description| Arc::ptr_eq(description, &self.description))
-            };
-            let Some(model) = model.filter(is_same) else { return Err(RequestError::ModelGone) };
+            let model = self.model_in(&models.borrow_and_update())?;
             let now = Instant::now();
             self.avoided.retain(|(_, until)| *until > now);
             let is_avoided = |other: &Replica| self.avoided.iter().any(|(avoided, _)| std::ptr::eq(&**avoided, other));
             if let Some(load) = choose(&model, Work::of(&self.request), |replica| !is_avoided(replica)) {
                 return Ok(load);
+            }
+            if !self.was_taken && matches!(error, RequestError::Worker { .. }) {
+                // Who was never accepted can be told to come back later.
+                return Err(error);
             }
             if now >= limit {
                 return Err(match (self.deadline, error) {
@@ -237,6 +237,14 @@ impl Placement {
                 () = tokio::time::sleep_until(wake) => {}
             }
         }
+    }
+
+    /// The model that the request was tokenized for, as it is now.
+    fn model_in(&self, models: &ModelTable) -> Result<Arc<ServedModel>, RequestError> {
+        let is_same = |model: &&Arc<ServedModel>| {
+            model.description.as_ref().is_some_and(|description| Arc::ptr_eq(description, &self.description))
+        };
+        models.get(&self.request.model).filter(is_same).cloned().ok_or(RequestError::ModelGone)
     }
 
     fn max_tokens(&self) -> u32 {

@@ -1,5 +1,4 @@
 //! Which model a request means and which of its replicas serves it.
-//! Invariant: only ready replicas are chosen.
 //!
 //! [`choice`]: the best of a model's replicas; [`prefix_index`]: what each of them holds, as far as is known;
 //! [`reports`]: how that becomes known.
@@ -12,13 +11,12 @@ use std::sync::Arc;
 
 use tokio::sync::watch;
 
-use self::choice::Work;
 use crate::{
     error::RequestError,
-    served::{ModelTable, ReplicaLoad, ServedModel},
+    served::{ModelTable, ServedModel},
 };
 
-/// Chooses replicas from the planner's table; cheap to clone.
+/// Finds models in the planner's table; cheap to clone.
 #[derive(Clone)]
 pub struct Router {
     models: watch::Receiver<ModelTable>,
@@ -59,15 +57,6 @@ impl Router {
             ));
         }
         Err(unknown(name, &models))
-    }
-
-    /// The best ready replica of a model for this work, charged with it.
-    ///
-    /// # Errors
-    /// [`RequestError::NotReady`] with the model's problem.
-    pub fn replica(&self, model: &ServedModel, work: Work<'_>) -> Result<ReplicaLoad, RequestError> {
-        let not_ready = || RequestError::NotReady { model: model.spec.name.clone(), problem: model.explain().public };
-        choice::choose(model, work, |_| true).ok_or_else(not_ready)
     }
 }
 

@@ -276,6 +276,26 @@ async fn what_a_worker_has_against_the_request_is_final_and_what_it_has_not_room
 }
 
 #[tokio::test]
+async fn a_full_engine_refuses_nobody_whom_another_takes() {
+    let (coordinator, workers) = replicas(2, policy(2)).await;
+    for worker in &workers {
+        *worker.state.refusal.lock().unwrap() = Some(Class::Overloaded);
+        // They take turns.
+        for _ in 0..4 {
+            assert_eq!(collect(start(&coordinator, request(5)).await).await.unwrap().text, "hello");
+        }
+        assert!(worker.state.refusal.lock().unwrap().is_none(), "it was not asked");
+    }
+    let metrics = get(&coordinator, "/metrics").await.body;
+    assert!(metrics.contains("lockstep_coordinator_moved_requests_total 0"), "nothing had begun to run: {metrics}");
+    for worker in &workers {
+        *worker.state.refusal.lock().unwrap() = Some(Class::Overloaded);
+    }
+    let status = coordinator.inference().await.generate(request(5)).await.unwrap_err();
+    assert_eq!(Class::of(&status), Class::Overloaded, "{status:?}");
+}
+
+#[tokio::test]
 async fn an_unloaded_model_ends_its_streams() {
     let settings = CoordinatorConfig { drain_timeout: Duration::from_millis(200), ..policy(2) };
     let (coordinator, workers) = replicas(2, settings).await;
