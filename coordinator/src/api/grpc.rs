@@ -51,14 +51,16 @@ impl v1::inference_server::Inference for InferenceService {
         let Caller(tenant) = Caller::of(&request)?;
         let span = trace::generate_span(request.metadata().as_ref());
         let times = Times { accepted, deadline };
-        let started = self.start(&tenant, request.into_inner(), times).instrument(span.clone()).await;
+        let pending = self.intake.pending(&tenant, &span);
+        let started = self.start(&tenant, request.into_inner(), times).instrument(span).await;
         match started {
             Ok(generation) => {
+                pending.started();
                 let messages = deliver(generation.into_messages(), self.intake.slow_reader_timeout);
                 Ok(Response::new(Box::pin(messages.map(|message| message.map_err(Status::from)))))
             }
             Err(error) => {
-                self.intake.refuse(&tenant, &span, &error);
+                pending.refused(error.class());
                 Err(error.into())
             }
         }

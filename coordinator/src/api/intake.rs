@@ -5,7 +5,10 @@
 
 use std::{sync::Arc, time::Duration};
 
-use lockstep_proto::v1::{self, generate_request::Input};
+use lockstep_proto::{
+    status::Class,
+    v1::{self, generate_request::Input},
+};
 use tokio::time::Instant;
 use tracing::Span;
 
@@ -90,6 +93,11 @@ impl Intake {
         self.admission.enter(&self.tenants, tenant)
     }
 
+    /// A request of a tenant that comes in, known by `span`.
+    pub fn pending<'a>(&'a self, tenant: &'a Tenant, span: &Span) -> Pending<'a> {
+        Pending { metrics: &self.metrics, tenant, span: span.clone(), outcome: Some(Class::Cancelled) }
+    }
+
     /// Checks a request and tokenizes its prompt.
     ///
     /// # Errors
@@ -159,12 +167,33 @@ impl Intake {
     }
 }
 
-impl Intake {
-    /// Counts a request of a tenant that ends before it has a stream.
-    pub fn refuse(&self, tenant: &Tenant, span: &Span, error: &RequestError) {
-        let outcome = error.class().reason();
-        self.metrics.count_request(Some(tenant), outcome);
-        span::end(span, &Ending { outcome, finish: None, num_tokens: 0, num_moves: 0 });
+/// A request that has no stream yet. When this is dropped it is counted as cancelled, unless its outcome was said before:
+/// its client may leave at any time.
+pub struct Pending<'a> {
+    metrics: &'a Metrics,
+    tenant: &'a Tenant,
+    span: Span,
+    outcome: Option<Class>,
+}
+
+impl Pending<'_> {
+    /// It has been refused.
+    pub fn refused(mut self, class: Class) {
+        self.outcome = Some(class);
+    }
+
+    /// It has a stream, which counts for itself.
+    pub fn started(mut self) {
+        self.outcome = None;
+    }
+}
+
+impl Drop for Pending<'_> {
+    fn drop(&mut self) {
+        if let Some(outcome) = self.outcome.map(Class::reason) {
+            self.metrics.count_request(Some(self.tenant), outcome);
+            span::end(&self.span, &Ending { outcome, finish: None, num_tokens: 0, num_moves: 0 });
+        }
     }
 }
 

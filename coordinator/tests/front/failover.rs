@@ -254,6 +254,25 @@ async fn a_client_that_leaves_while_waiting_frees_its_place() {
 }
 
 #[tokio::test]
+async fn a_client_that_leaves_before_it_has_a_stream_is_counted() {
+    let (coordinator, workers) = replicas(1, policy(1)).await;
+    // Another replica is waited for.
+    *workers[0].state.refusal.lock().unwrap() = Some(Class::ShuttingDown);
+    let mut client = coordinator.inference().await;
+    let left = tokio::time::timeout(Duration::from_millis(150), client.generate(request(5))).await;
+    assert!(left.is_err(), "{left:?}");
+    let counted = "lockstep_coordinator_requests_total{outcome=\"cancelled\"} 1";
+    for _ in 0..100 {
+        if get(&coordinator, "/metrics").await.body.contains(counted) {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let metrics = get(&coordinator, "/metrics").await.body;
+    assert!(metrics.contains(counted) && metrics.contains("lockstep_coordinator_running_requests 0"), "{metrics}");
+}
+
+#[tokio::test]
 async fn what_a_worker_has_against_the_request_is_final_and_what_it_has_not_room_for_waits() {
     let (coordinator, mut workers) = replicas(2, policy(2)).await;
     halt_all(&workers, 3);

@@ -249,6 +249,8 @@ async fn what_is_no_request_is_refused_as_json() {
         assert_eq!(answer.status, status, "{answer:?}");
         assert!(error["message"].as_str().unwrap().contains(message), "{answer:?}");
     }
+    let metrics = get(&coordinator, "/metrics").await.body;
+    assert!(metrics.contains("requests_total{outcome=\"invalid_request\"} 6"), "those of the endpoint: {metrics}");
 }
 
 #[tokio::test]

@@ -11,7 +11,10 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use futures::StreamExt;
-use lockstep_proto::v1::{self, generate_response::Event};
+use lockstep_proto::{
+    status::Class,
+    v1::{self, generate_response::Event},
+};
 use lockstep_telemetry::trace::set_request_id;
 use serde::Serialize;
 use tokio::time::Instant;
@@ -93,8 +96,6 @@ impl Envelope {
 
 /// What an endpoint made of a body.
 pub struct Order {
-    /// Whose it is.
-    pub tenant: Arc<Tenant>,
     /// Id of the request.
     pub id: String,
     /// One request a prompt.
@@ -107,20 +108,35 @@ pub struct Order {
     pub timeout: Option<Duration>,
 }
 
-/// Runs an order and answers it in `shape`.
+/// Takes an order of a tenant, runs it and answers it in its shape.
 ///
 /// # Errors
-/// What the request was refused for, or what ended it before it was complete.
-pub async fn answer<S: Shape>(intake: &Intake, order: Order, mut shape: S) -> Result<Response, ApiError> {
+/// What `order` comes to, what the request was refused for, or what ended it before it was complete.
+pub async fn answer<S: Shape>(
+    intake: &Intake,
+    tenant: &Arc<Tenant>,
+    order: impl Future<Output = Result<(Order, S), ApiError>>,
+) -> Result<Response, ApiError> {
+    let pending = intake.pending(tenant, &Span::current());
+    let (order, mut shape) = match order.await {
+        Ok(order) => order,
+        Err(error) => {
+            pending.refused(Class::InvalidRequest);
+            return Err(error);
+        }
+    };
     set_request_id(&Span::current(), &order.id);
     let accepted = Instant::now();
     let times = Times { accepted, deadline: order.timeout.map(|timeout| accepted + timeout) };
     let samples = order.samples;
-    let (prompts, choices) =
-        choices::start(intake, &order.tenant, order.requests, samples, times).await.map_err(|error| {
-            intake.refuse(&order.tenant, &Span::current(), &error);
-            ApiError::of(&error, S::INPUT)
-        })?;
+    let (prompts, choices) = match choices::start(intake, tenant, order.requests, samples, times).await {
+        Ok(started) => started,
+        Err(error) => {
+            pending.refused(error.class());
+            return Err(ApiError::of(&error, S::INPUT));
+        }
+    };
+    pending.started();
     shape.prepare(&prompts);
     let model = prompts.first().map(|prompt| &prompt.model);
     let envelope = Envelope {

@@ -25,6 +25,10 @@ pub async fn create(
     Extension(Caller(tenant)): Extension<Caller>,
     request: Request,
 ) -> Result<Response, ApiError> {
+    answer(&state.intake, &tenant, order(request)).await
+}
+
+async fn order(request: Request) -> Result<(Order, Chat), ApiError> {
     let timeout = timeout_of(request.headers())?;
     let mut body = Body::read(&json_body(request).await?)?;
     let messages = body.messages.take().ok_or_else(|| ApiError::invalid("messages", "is missing"))?;
@@ -33,9 +37,8 @@ pub async fn create(
     let id = format!("chatcmpl-{}", uuid::Uuid::new_v4().simple());
     let max_tokens = body.max_completion_tokens.or(body.max_tokens);
     let request = body.generate(Input::Chat(chat), max_tokens, top_logprobs, id.clone())?;
-    let order =
-        Order { tenant, id, requests: vec![request], samples: body.samples(1)?, delivery: body.delivery()?, timeout };
-    answer(&state.intake, order, Chat { top_logprobs }).await
+    let (samples, delivery) = (body.samples(1)?, body.delivery()?);
+    Ok((Order { id, requests: vec![request], samples, delivery, timeout }, Chat { top_logprobs }))
 }
 
 struct Chat {

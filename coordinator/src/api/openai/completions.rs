@@ -30,6 +30,10 @@ pub async fn create(
     Extension(Caller(tenant)): Extension<Caller>,
     request: Request,
 ) -> Result<Response, ApiError> {
+    answer(&state.intake, &tenant, order(request)).await
+}
+
+async fn order(request: Request) -> Result<(Order, Completion), ApiError> {
     let timeout = timeout_of(request.headers())?;
     let mut body = Body::read(&json_body(request).await?)?;
     let Prompts(prompts) = body.prompt.take().ok_or_else(|| ApiError::invalid("prompt", "is missing"))?;
@@ -51,8 +55,8 @@ pub async fn create(
     };
     let offsets = vec![0; prompts.len() * samples];
     let requests = prompts.into_iter().enumerate().map(request).collect::<Result<_, _>>()?;
-    let order = Order { tenant, id, requests, samples, delivery: body.delivery()?, timeout };
-    answer(&state.intake, order, Completion { logprobs, samples, texts, offsets }).await
+    let order = Order { id, requests, samples, delivery: body.delivery()?, timeout };
+    Ok((order, Completion { logprobs, samples, texts, offsets }))
 }
 
 /// The text of a prompt; none for token ids, which only the model's tokenizer can tell.
