@@ -17,7 +17,6 @@ pub mod api;
 pub mod cluster;
 pub mod config;
 pub mod error;
-pub mod http_server;
 pub mod metrics;
 pub mod planner;
 pub mod router;

@@ -5,7 +5,10 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use axum::{http::HeaderValue, response::Response};
 use lockstep_proto::{FILE_DESCRIPTOR_SET, MAX_MESSAGE_BYTES, v1};
-use lockstep_transport::{Incoming, Outbound};
+use lockstep_transport::{
+    Incoming, Outbound,
+    http::{self as http_server, HttpLimits},
+};
 use tokio::{net::TcpListener, task::JoinHandle};
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, service::Routes, transport::Server};
@@ -18,7 +21,6 @@ use crate::{
         tokenizing::Tokenizing,
     },
     cluster::{MemoryRegistry, PlanStore, Registry, registration::RegistrationService},
-    http_server::{self, HttpLimits},
     metrics::Metrics,
     planner::{Planner, PlannerConfig},
     router::{Router, reports},

@@ -9,9 +9,7 @@ use axum::{
     http::{StatusCode, header},
     response::IntoResponse,
     routing::get,
-    serve::Listener,
 };
-use tokio_util::sync::CancellationToken;
 
 /// The content type of the exposition text.
 const TEXT_FORMAT: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -46,15 +44,4 @@ pub fn routes<S: Clone + Send + Sync + 'static>(probe: Arc<dyn Probe>) -> Router
             "/metrics",
             get(move || async move { ([(header::CONTENT_TYPE, TEXT_FORMAT)], for_metrics.metrics()).into_response() }),
         )
-}
-
-/// Serves these paths alone until `stop` fires.
-///
-/// # Errors
-/// If the listener fails.
-pub async fn serve<L>(listener: L, probe: Arc<dyn Probe>, stop: CancellationToken) -> std::io::Result<()>
-where
-    L: Listener<Addr: std::fmt::Debug>,
-{
-    axum::serve(listener, routes(probe)).with_graceful_shutdown(stop.cancelled_owned()).await
 }

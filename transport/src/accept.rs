@@ -1,28 +1,23 @@
-//! Connections that come in on a port, for tonic and axum.
+//! Connections that come in on a port.
 //! Invariant: a connection leaves here secured as the port demands, or in clear text where a party has no TLS; it says
 //! which ([`Peer`]). Handshakes run side by side, so that nobody waits for a slow stranger.
-//! Not here: what a peer may ask for.
+//! Not here: what becomes of a connection ([`connection`](crate::connection)), what a peer may ask for.
 
-use std::{
-    io::{self, IoSlice},
-    net::SocketAddr,
-    pin::Pin,
-    sync::Arc,
-    task::{Context, Poll},
-    time::Duration,
-};
+use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
 use rustls::server::Acceptor;
 use tokio::{
-    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf},
+    io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
     sync::{OwnedSemaphorePermit, Semaphore},
     task::JoinSet,
 };
 use tokio_rustls::LazyConfigAcceptor;
-use tonic::transport::server::Connected;
 
-use crate::{ClusterTls, HANDSHAKE_TIMEOUT, ServerTls, cluster::GRPC_PROTOCOL, explain, stream::Stream};
+use crate::{
+    ClusterTls, Connection, HANDSHAKE_TIMEOUT, Peer, Security, ServerTls, cluster::GRPC_PROTOCOL, explain,
+    stream::Stream,
+};
 
 /// Most connections of a port; further ones wait in the listener's queue.
 const MAX_CONNECTIONS: usize = 10_000;
@@ -41,26 +36,6 @@ const HTTP2_REFUSAL: &[u8] = b"\0\0\0\x04\0\0\0\0\0\0\0\x1c\x07\0\0\0\0\0\0\0\0\
 const HTTP1_REFUSAL: &[u8] =
     b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: text/plain\r\n\r\nthis port speaks TLS: use https\n";
 
-/// How a connection is secured.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Security {
-    /// Not at all.
-    ClearText,
-    /// TLS of a client, with a certificate if the port demands one.
-    Client,
-    /// Mutual TLS of a member of the cluster.
-    Member,
-}
-
-/// Who is on the other end of a connection; tonic adds it to the extensions of every request.
-#[derive(Clone, Copy, Debug)]
-pub struct Peer {
-    /// Where it connects from.
-    pub address: SocketAddr,
-    /// How it is secured.
-    pub security: Security,
-}
-
 /// Who may come in on a port. A party that has no TLS comes in clear text.
 #[derive(Clone)]
 pub enum Gate {
@@ -72,16 +47,7 @@ pub enum Gate {
     Both(Option<ServerTls>, Option<ClusterTls>),
 }
 
-/// A connection that came in.
-pub struct Connection {
-    stream: Stream,
-    /// Who is on the other end.
-    pub peer: Peer,
-    /// Its place among the connections of the port.
-    _slot: Option<OwnedSemaphorePermit>,
-}
-
-/// The connections that come in on a listener; axum takes it as it is.
+/// The connections that come in on a listener.
 pub struct Incoming {
     listener: TcpListener,
     gate: Gate,
@@ -103,8 +69,8 @@ impl Incoming {
                     Ok((stream, address, slot)) => {
                         let gate = self.gate.clone();
                         self.handshakes.spawn(async move {
-                            let connection = gate.welcome(stream, address).await?;
-                            Some(Connection { _slot: Some(slot), ..connection })
+                            let (stream, peer) = gate.welcome(stream, address).await?;
+                            Some(Connection::new(stream, peer, slot))
                         });
                     }
                     Err(error) => {
@@ -127,21 +93,6 @@ impl Incoming {
     }
 }
 
-impl axum::serve::Listener for Incoming {
-    type Io = Connection;
-    type Addr = SocketAddr;
-
-    async fn accept(&mut self) -> (Connection, SocketAddr) {
-        let connection = self.next().await;
-        let address = connection.peer.address;
-        (connection, address)
-    }
-
-    fn local_addr(&self) -> io::Result<SocketAddr> {
-        self.listener.local_addr()
-    }
-}
-
 /// Accepts a connection as soon as there is room for one.
 async fn accept(
     listener: &TcpListener,
@@ -153,9 +104,9 @@ async fn accept(
 }
 
 impl Gate {
-    async fn welcome(self, stream: TcpStream, address: SocketAddr) -> Option<Connection> {
+    async fn welcome(self, stream: TcpStream, address: SocketAddr) -> Option<(Stream, Peer)> {
         match tokio::time::timeout(HANDSHAKE_TIMEOUT, self.admit(stream, address)).await {
-            Ok(Ok(connection)) => return Some(connection),
+            Ok(Ok(admitted)) => return Some(admitted),
             // Such as a probe of the port.
             Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 tracing::debug!(%address, "connection closed before it was secured");
@@ -169,7 +120,7 @@ impl Gate {
         None
     }
 
-    async fn admit(self, stream: TcpStream, address: SocketAddr) -> io::Result<Connection> {
+    async fn admit(self, stream: TcpStream, address: SocketAddr) -> io::Result<(Stream, Peer)> {
         stream.set_nodelay(true)?;
         let (takes_clear_text, takes_tls) = match &self {
             Self::Http(clients) => (clients.is_none(), clients.is_some()),
@@ -178,11 +129,7 @@ impl Gate {
                 (clients.is_none() || members.is_none(), clients.is_some() || members.is_some())
             }
         };
-        let clear = |stream| Connection {
-            stream: Stream::clear(stream),
-            peer: Peer { address, security: Security::ClearText },
-            _slot: None,
-        };
+        let clear = |stream| (Stream::clear(stream), Peer { address, security: Security::ClearText });
         if !takes_tls {
             return Ok(clear(stream));
         }
@@ -198,7 +145,7 @@ impl Gate {
         self.secure(stream, address).await
     }
 
-    async fn secure(self, stream: TcpStream, address: SocketAddr) -> io::Result<Connection> {
+    async fn secure(self, stream: TcpStream, address: SocketAddr) -> io::Result<(Stream, Peer)> {
         let start = LazyConfigAcceptor::new(Acceptor::default(), stream).await?;
         let is_member =
             start.client_hello().alpn().is_some_and(|mut protocols| protocols.any(|name| name == GRPC_PROTOCOL));
@@ -210,7 +157,7 @@ impl Gate {
             _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "it speaks TLS where nobody does")),
         };
         let stream = Stream::secured(start.into_stream(config).await?);
-        Ok(Connection { stream, peer: Peer { address, security }, _slot: None })
+        Ok((stream, Peer { address, security }))
     }
 }
 
@@ -226,48 +173,4 @@ async fn turn_away(mut stream: TcpStream, is_http2: bool) {
     };
     // Whoever does not listen stays without an answer.
     let _ = tokio::time::timeout(FAREWELL_TIMEOUT, farewell).await;
-}
-
-impl Connected for Connection {
-    type ConnectInfo = Peer;
-
-    fn connect_info(&self) -> Peer {
-        self.peer
-    }
-}
-
-impl AsyncRead for Connection {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(context, buffer)
-    }
-}
-
-impl AsyncWrite for Connection {
-    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(context, bytes)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        slices: &[IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(context, slices)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(context)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(context)
-    }
 }

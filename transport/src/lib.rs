@@ -3,8 +3,9 @@
 //! - [`files`]: certificates and keys in PEM files, read and checked. [`reload`]: read again when they change.
 //! - [`cluster`]: mutual TLS between the members of a cluster. [`client`]: TLS between clients and coordinators. [`verify`]:
 //!   servers whose names say nothing.
-//! - [`accept`]: connections that come in, each with what is known of its [`Peer`]. [`connect`]: those that go out, for
-//!   tonic. [`stream`]: both. [`link`]: streams of threads that block or spin, for ranks.
+//! - [`accept`]: who may come in on a port. [`connection`]: what comes in, with what is known of its [`Peer`]. [`http`]: HTTP/1
+//!   on it. [`connect`]: connections that go out, for tonic. [`stream`]: both. [`link`]: streams of threads that block or
+//!   spin, for ranks.
 //! - [`error`]: what is wrong with files; [`explain`] says why a connection failed.
 //!
 //! Knows no other crate of the workspace: whom to let in where is decided by its users. Invariants: a connection that was
@@ -17,17 +18,20 @@ pub mod accept;
 pub mod client;
 pub mod cluster;
 pub mod connect;
+pub mod connection;
 pub mod error;
 pub mod files;
+pub mod http;
 pub mod link;
 pub mod reload;
 pub mod stream;
 mod verify;
 
-pub use accept::{Connection, Gate, Incoming, Peer, Security};
+pub use accept::{Gate, Incoming};
 pub use client::{ClientTls, ServerTls};
 pub use cluster::ClusterTls;
 pub use connect::{Connector, Outbound};
+pub use connection::{Connection, Peer, Security};
 pub use error::{AddressError, TlsError, explain};
 pub use files::TlsFiles;
 pub use link::LinkStream;

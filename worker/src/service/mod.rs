@@ -8,6 +8,7 @@ mod replicas;
 pub(crate) mod wire;
 
 use std::{
+    convert::Infallible,
     net::SocketAddr,
     sync::{
         Arc, OnceLock,
@@ -22,7 +23,11 @@ use lockstep_proto::{
     v1::{self, worker_server::WorkerServer},
 };
 use lockstep_sharding::{format_bytes, usable_bytes};
-use lockstep_transport::{ClusterTls, Gate, Incoming, ServerTls, TlsFiles, is_local};
+use lockstep_transport::{
+    ClusterTls, Gate, Incoming, ServerTls, TlsFiles,
+    http::{self, HttpLimits},
+    is_local,
+};
 use tokio::net::TcpListener;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::transport::Server;
@@ -142,8 +147,8 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> Result<()
     let incoming = Incoming::new(listener, Gate::Members(tls.clone()));
     let mut server = tokio::spawn(serve(state.clone(), incoming));
     let http_incoming = Incoming::new(http_listener, Gate::Http(http_tls));
-    let probes = lockstep_telemetry::http::serve(http_incoming, Arc::clone(&state) as _, closing.clone());
-    let mut probes = tokio::spawn(probes);
+    let routes = lockstep_telemetry::http::routes(Arc::clone(&state) as _);
+    let mut probes = tokio::spawn(http::serve(http_incoming, routes, HttpLimits::DEFAULT, closing.clone()));
     let mut registration = Registration::start(state.clone(), hello, tls)?;
 
     let outcome = tokio::select! {
@@ -154,7 +159,7 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> Result<()
         }
         error = registration.lost() => Err(error),
         ended = &mut server => Err(server_error(ended)),
-        ended = &mut probes => Err(server_error(ended)),
+        ended = &mut probes => Err(server_error(ended.map(Ok::<_, Infallible>))),
     };
     state.closing.cancel();
     let _ = tokio::time::timeout(CLOSE_TIMEOUT, &mut server).await;

@@ -1,8 +1,7 @@
 //! HTTP/1 connections, served within limits.
-//! For: the server. Invariants: a connection that sends no whole head of a request in time is closed, so is one that sends
+//! For: coordinators and workers. Invariants: a connection that sends no whole head of a request in time is closed, so is one that sends
 //! too many headers or too large a head; when the process closes, what is being answered is answered first.
-//! Not here: bodies ([`crate::api::openai`]), readers that take nothing ([`crate::api::delivery`]), how many connections
-//! there are (`lockstep_transport`).
+//! Not here: bodies, and how many connections there are ([`accept`](crate::accept)).
 
 use std::time::Duration;
 
@@ -11,9 +10,10 @@ use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
 };
-use lockstep_transport::{Connection, Incoming};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
+
+use crate::{Connection, Incoming};
 
 /// Bounds of a connection.
 #[derive(Clone, Copy, Debug)]
@@ -73,7 +73,6 @@ async fn serve_one(connection: Connection, routes: axum::Router, limits: HttpLim
 mod tests {
     use std::net::SocketAddr;
 
-    use lockstep_transport::Gate;
     use tokio::{
         io::{AsyncReadExt, AsyncWriteExt},
         net::{TcpListener, TcpStream},
@@ -81,6 +80,7 @@ mod tests {
     };
 
     use super::*;
+    use crate::Gate;
 
     async fn server() -> (SocketAddr, tokio_util::sync::DropGuard) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
