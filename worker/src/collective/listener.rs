@@ -204,23 +204,35 @@ fn accept_all(listener: &TcpListener, inner: &Arc<Inner>) {
 }
 
 fn start_handshake(stream: TcpStream, address: SocketAddr, inner: &Arc<Inner>) {
-    if inner.num_handshakes.fetch_add(1, Ordering::Relaxed) >= MAX_HANDSHAKES {
-        inner.num_handshakes.fetch_sub(1, Ordering::Relaxed);
+    let Some(place) = Place::take(inner) else {
         tracing::warn!(%address, limit = MAX_HANDSHAKES, "rank link refused: too many handshakes at once");
         return;
-    }
-    let shared = Arc::clone(inner);
+    };
     let spawned = std::thread::Builder::new().name("link-handshake".to_owned()).spawn(move || {
-        match shared.welcome(stream) {
+        match place.0.welcome(stream) {
             Ok(()) => tracing::debug!(%address, "rank link accepted"),
             // Usual while this worker still loads; the peer tries again.
             Err(error @ HandshakeError::NotRegistered(_)) => tracing::debug!(%address, %error, "rank link refused"),
             Err(error) => tracing::warn!(%address, %error, "rank link refused"),
         }
-        shared.num_handshakes.fetch_sub(1, Ordering::Relaxed);
     });
     if let Err(error) = spawned {
-        inner.num_handshakes.fetch_sub(1, Ordering::Relaxed);
         tracing::warn!(%address, %error, "rank link refused: no thread for its handshake");
+    }
+}
+
+/// A handshake's place among those at once, given back however it ends.
+struct Place(Arc<Inner>);
+
+impl Place {
+    fn take(inner: &Arc<Inner>) -> Option<Self> {
+        let place = Self(Arc::clone(inner));
+        (inner.num_handshakes.fetch_add(1, Ordering::Relaxed) < MAX_HANDSHAKES).then_some(place)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.num_handshakes.fetch_sub(1, Ordering::Relaxed);
     }
 }
