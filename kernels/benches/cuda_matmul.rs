@@ -10,7 +10,7 @@
 #[path = "../tests/blocks/mod.rs"]
 mod blocks;
 
-use std::{env, sync::Arc};
+use std::{env, sync::Arc, thread};
 
 use blocks::random_matrix;
 use lockstep_formats::GgmlType;
@@ -33,6 +33,8 @@ const RANK_SHAPES: [(usize, usize, Target); 4] =
 const ROTATED_BYTES: usize = 2100 << 20;
 const BATCHES: [usize; 12] = [2, 3, 4, 6, 8, 16, 32, 64, 128, 256, 512, 4096];
 const NUM_REPLAYS: usize = 5;
+/// Threads that make layers: one alone takes as long to copy matrices as the GPU to take them.
+const NUM_MAKERS: usize = 4;
 
 /// Reads and adds up, with as many loads under way as pay. OVERLAP=1: as our kernels are launched, reading before the
 /// kernel before is done; OVERLAP=0: after it.
@@ -81,8 +83,16 @@ fn layers(gpu: &Arc<Gpu>, ggml_type: GgmlType, rows: usize, columns: usize) -> V
     let row = random_matrix(ggml_type, 8, columns, 1);
     let matrix = HostMatrix { rows, bytes: row.bytes.repeat(rows / 8), ..row };
     let count = (ROTATED_BYTES / matrix.bytes.len()).max(2);
-    let mut staging = Staging::new(gpu);
-    (0..count).map(|_| Arc::new(CudaLinear::upload(&mut staging, vec![matrix.clone()]).unwrap())).collect()
+    let make = |count| -> Vec<_> {
+        let mut staging = Staging::new(gpu);
+        (0..count).map(|_| Arc::new(CudaLinear::upload(&mut staging, vec![matrix.clone()]).unwrap())).collect()
+    };
+    let make = &make;
+    thread::scope(|scope| {
+        let makers: Vec<_> =
+            (0..NUM_MAKERS).map(|index| scope.spawn(move || make((count + index) / NUM_MAKERS))).collect();
+        makers.into_iter().flat_map(|maker| maker.join().unwrap()).collect()
+    })
 }
 
 fn call(gpu: &Arc<Gpu>, num_tokens: usize, weight: &Arc<CudaLinear>, target: Target) -> MatmulCall {
@@ -194,6 +204,6 @@ fn main() {
         self::matvec(&gpu, &matmul, &or(vec![GgmlType::Q4_K, GgmlType::Q6_K]), &RANK_SHAPES);
     }
     if wants("batch") {
-        batch(&gpu, &matmul, &or(vec![GgmlType::Q4_K, GgmlType::Q6_K, GgmlType::Q8_0, GgmlType::BF16]));
+        batch(&gpu, &matmul, &or(vec![GgmlType::Q4_K, GgmlType::BF16]));
     }
 }

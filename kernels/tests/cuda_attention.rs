@@ -386,15 +386,18 @@ fn attention_agrees_with_the_oracle() {
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn one_launch_rotates_stores_and_attends() {
-    gpu::side_by_side(shapes_to_test(), |gpu, shape| {
+    gpu::side_by_side(shapes_to_test().into_iter().enumerate(), |gpu, (index, shape)| {
         let mut random = random();
         // A large or a small cluster for each; over all blocks, none of which has parts of two; several in a block.
         let short = vec![longest(260) + random.random_range(0..longest(440)), 1, 17, random.random_range(2..40), 64];
         let some = (0..20).map(|_| random.random_range(1..longest(300))).collect();
         let long = vec![random.random_range(4097..4500), 70];
         let many = (0..270).map(|_| random.random_range(1..longest(150))).collect();
-        for lengths in [short, some, long, many] {
-            rotate_store_and_attend(gpu, shape, &lengths, &mut random);
+        for (kind, lengths) in [short, some, long, many].iter().enumerate() {
+            // Where each launch takes seconds every shape has one of the four.
+            if !gpu::is_few() || kind == index {
+                rotate_store_and_attend(gpu, shape, lengths, &mut random);
+            }
         }
     });
 }

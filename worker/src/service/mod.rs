@@ -235,7 +235,7 @@ fn check_memory(config: &WorkerConfig, devices: &LocalDevices, infos: &[DeviceIn
     for info in infos {
         let is_shared = devices.shared_memory_bytes(info).is_some();
         match excess(asked, info) {
-            Some(problem) if is_shared => tracing::warn!(problem, "memory: more than is free"),
+            Some(problem) if is_shared => tracing::warn!(problem, "memory is asked for that may not be there"),
             Some(problem) => return Err(WorkerError::Config { field: "memory", problem }),
             None => {}
         }
