@@ -4,7 +4,7 @@
 //! `cargo bench --features cuda --bench cuda_matmul -- [matvec|rank|batch] [type ...]`: layers of an 8B model with one
 //! token, what one of four ranks holds of a 70B model with one token, and batches. Needs a CUDA GPU. Every graph rotates
 //! over more than 2 GB of weights, so that nothing is left in a cache; figures are medians of replays.
-//! LOCKSTEP_TEST_KERNEL_CACHE may name a folder that keeps compiled kernels: most of the time goes to compiling them.
+//! LOCKSTEP_TEST_KERNEL_CACHE may name a folder that keeps compiled kernels.
 #![allow(clippy::unwrap_used, missing_docs, reason = "a failure is what a benchmark reports")]
 
 #[path = "../tests/blocks/mod.rs"]
@@ -77,12 +77,12 @@ fn time(gpu: &Arc<Gpu>, count: usize, launch: impl Fn(usize) -> Result<(), Kerne
     f64::from(times[NUM_REPLAYS / 2]) * 1e3 / count as f64
 }
 
-/// Layers of the same type and shape, more than caches hold.
-fn layers(gpu: &Arc<Gpu>, ggml_type: GgmlType, rows: usize, columns: usize) -> Vec<Arc<CudaLinear>> {
+/// Layers of the same type and shape, of so many bytes together.
+fn layers(gpu: &Arc<Gpu>, ggml_type: GgmlType, rows: usize, columns: usize, num_bytes: usize) -> Vec<Arc<CudaLinear>> {
     // Every row has the same bits: what they are does not change the speed.
     let row = random_matrix(ggml_type, 8, columns, 1);
     let matrix = HostMatrix { rows, bytes: row.bytes.repeat(rows / 8), ..row };
-    let count = (ROTATED_BYTES / matrix.bytes.len()).max(2);
+    let count = num_bytes.div_ceil(matrix.bytes.len());
     let make = |count| -> Vec<_> {
         let mut staging = Staging::new(gpu);
         (0..count).map(|_| Arc::new(CudaLinear::upload(&mut staging, vec![matrix.clone()]).unwrap())).collect()
@@ -143,11 +143,29 @@ fn time_reads(gpu: &Arc<Gpu>, num_bytes: usize) -> [f64; 2] {
     })
 }
 
+/// Compiles what these measurements need, all types side by side: one after the other that would take most of the time.
+fn compile(cache: &KernelCache, types: &[GgmlType], shapes: &[(usize, usize, Target)], batches: &[usize]) {
+    thread::scope(|scope| {
+        for &ggml_type in types {
+            scope.spawn(move || {
+                let gpu = Gpu::open(0, cache.clone()).unwrap();
+                let matmul = Matmul::new(&gpu).unwrap();
+                for &(rows, columns, target) in shapes {
+                    let layer = layers(&gpu, ggml_type, rows, columns, 1);
+                    for &num_tokens in batches {
+                        matmul.launch(&call(&gpu, num_tokens, &layer[0], target)).unwrap();
+                    }
+                }
+            });
+        }
+    });
+}
+
 fn matvec(gpu: &Arc<Gpu>, matmul: &Matmul, types: &[GgmlType], shapes: &[(usize, usize, Target)]) {
     println!("one token: GB/s of weights, and what part it is of a read of the same bytes, alone and overlapped");
     for &ggml_type in types {
         for &(rows, columns, target) in shapes {
-            let layers = layers(gpu, ggml_type, rows, columns);
+            let layers = layers(gpu, ggml_type, rows, columns, ROTATED_BYTES);
             let num_bytes = layers[0].num_bytes();
             let us = time_call(gpu, matmul, &layers, 1, target);
             drop(layers);
@@ -173,7 +191,7 @@ fn batch(gpu: &Arc<Gpu>, matmul: &Matmul, types: &[GgmlType]) {
         let mut totals = [0.0; BATCHES.len()];
         let mut cells = vec![String::new(); BATCHES.len()];
         for (rows, columns, target) in SHAPES {
-            let layers = layers(gpu, ggml_type, rows, columns);
+            let layers = layers(gpu, ggml_type, rows, columns, ROTATED_BYTES);
             for (index, num_tokens) in BATCHES.into_iter().enumerate() {
                 let us = time_call(gpu, matmul, &layers, num_tokens, target);
                 totals[index] += us;
@@ -192,18 +210,24 @@ fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
     let wants = |name: &str| arguments.iter().all(|argument| argument.parse::<GgmlType>().is_ok() || argument == name);
     let named: Vec<GgmlType> = arguments.iter().filter_map(|argument| argument.parse().ok()).collect();
-    let or = |usual: Vec<GgmlType>| if named.is_empty() { usual } else { named.clone() };
-    let cache = KernelCache::new(env::var_os("LOCKSTEP_TEST_KERNEL_CACHE").map(Into::into));
-    let gpu = Gpu::open(0, cache).unwrap();
+    // Without a folder what is compiled side by side would be compiled again.
+    let folder = tempfile::tempdir().unwrap();
+    let folder = env::var_os("LOCKSTEP_TEST_KERNEL_CACHE").map_or_else(|| folder.path().to_owned(), Into::into);
+    let cache = KernelCache::new(Some(folder));
+    let gpu = Gpu::open(0, cache.clone()).unwrap();
     let matmul = Matmul::new(&gpu).unwrap();
     println!("{}", gpu.limits().name);
-    if wants("matvec") {
-        self::matvec(&gpu, &matmul, &or(GgmlType::all().collect()), &SHAPES);
-    }
-    if wants("rank") {
-        self::matvec(&gpu, &matmul, &or(vec![GgmlType::Q4_K, GgmlType::Q6_K]), &RANK_SHAPES);
-    }
-    if wants("batch") {
-        batch(&gpu, &matmul, &or(vec![GgmlType::Q4_K, GgmlType::BF16]));
+    let parts: [(_, Vec<GgmlType>, _, &[usize]); 3] = [
+        ("matvec", GgmlType::all().collect(), SHAPES, &[1]),
+        ("rank", vec![GgmlType::Q4_K, GgmlType::Q6_K], RANK_SHAPES, &[1]),
+        ("batch", vec![GgmlType::Q4_K, GgmlType::BF16], SHAPES, &BATCHES),
+    ];
+    for (name, usual, shapes, batches) in parts {
+        if !wants(name) {
+            continue;
+        }
+        let types = if named.is_empty() { usual } else { named.clone() };
+        compile(&cache, &types, &shapes, batches);
+        if name == "batch" { batch(&gpu, &matmul, &types) } else { matvec(&gpu, &matmul, &types, &shapes) }
     }
 }

@@ -247,6 +247,7 @@ impl Scene {
     /// Oracle of attention over what the cache holds, of queries `[num_tokens, num_heads * head_dim]`.
     fn expected(&self, num_tokens: &[usize], queries: &[f32]) -> Vec<f64> {
         let sequences = self.sequences(num_tokens);
+        let layer = self.cache.download(LAYER).unwrap();
         let held: Vec<Vec<_>> = self
             .lengths()
             .into_iter()
@@ -255,7 +256,7 @@ impl Scene {
                 let heads = 0..self.shape.num_key_value_heads;
                 (0..length)
                     .flat_map(|position| heads.clone().map(move |head| (position, head)))
-                    .map(|(position, head)| self.cache.token(LAYER, self.slot(sequence, position), head).unwrap())
+                    .map(|(position, head)| layer.token(self.slot(sequence, position), head).unwrap())
                     .collect()
             })
             .collect();
@@ -321,6 +322,7 @@ fn rotation_and_store_agree_with_the_oracle() {
         let scene = Scene::new(gpu, shape, &[random.random_range(2..40)], &mut random);
         let num_tokens = scene.lengths()[0];
         let queries = scene.store(0, num_tokens);
+        let layer = scene.cache.download(LAYER).unwrap();
         let want = scene.expected_rows(0, num_tokens);
         let what = format!("{shape:?} {:?}", scene.table);
         let tolerance = if shape.element == Element::F32 { 3e-6 } else { shape.tolerance() };
@@ -328,7 +330,7 @@ fn rotation_and_store_agree_with_the_oracle() {
         for (position, row) in want.chunks(shape.width()).enumerate() {
             assert_close(&queries[position * columns..][..columns], &row[..columns], tolerance, &what);
             for head in 0..shape.num_key_value_heads {
-                let (key, value) = scene.cache.token(LAYER, scene.slot(0, position), head).unwrap();
+                let (key, value) = layer.token(scene.slot(0, position), head).unwrap();
                 let key_at = columns + head * head_dim;
                 assert_close(&key, &row[key_at..][..head_dim], shape.tolerance(), &what);
                 let value_at = key_at + shape.num_key_value_heads * head_dim;
@@ -419,10 +421,11 @@ fn rotate_store_and_attend(gpu: &Arc<Gpu>, shape: Shape, lengths: &[usize], rand
     Attention::new(gpu).unwrap().launch_fused(&call, &scene.rope).unwrap();
     let queries: Vec<f32> = wanted.iter().flat_map(|row| &row[..columns]).map(|value| *value as f32).collect();
     scene.assert_output(&call.output, &scene.expected(&ones, &queries), "fused");
+    let layer = scene.cache.download(LAYER).unwrap();
     for (sequence, row) in wanted.iter().enumerate() {
         for head in 0..shape.num_key_value_heads {
             let slot = scene.slot(sequence, lengths[sequence] - 1);
-            let (key, value) = scene.cache.token(LAYER, slot, head).unwrap();
+            let (key, value) = layer.token(slot, head).unwrap();
             let value_at = columns + (shape.num_key_value_heads + head) * head_dim;
             assert_close(&key, &row[columns + head * head_dim..][..head_dim], shape.tolerance(), "key");
             assert_close(&value, &row[value_at..][..head_dim], shape.tolerance(), "value");

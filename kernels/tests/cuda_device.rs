@@ -163,7 +163,7 @@ fn a_token_goes_to_the_slot_that_is_asked_for() {
         let num_launches = if slot == POSITION { 1 } else { 2 };
         assert_eq!(device.gpu().num_launches() - before, num_launches, "slot {slot}");
         for asked in [POSITION, 2 * block_size + 3] {
-            let (_, value) = cache.token(layer, asked, 1).unwrap();
+            let (_, value) = cache.download(layer).unwrap().token(asked, 1).unwrap();
             let expected = if asked == slot { 1.0 } else { 0.0 };
             assert!(value.iter().all(|element| *element == expected), "slot {slot}: {asked} holds {value:?}");
         }

@@ -88,23 +88,38 @@ impl CudaKvCache {
         ]
     }
 
-    /// Key and value of one head in a slot, `[head_dim]` each, once all work before is done.
+    /// What a layer holds, once all work before is done.
     ///
     /// # Errors
-    /// [`KernelError::OutOfRange`] for what lies outside the cache, [`KernelError::Device`] if work before failed.
-    pub fn token(&self, layer: usize, slot: usize, head: usize) -> Result<(Vec<f32>, Vec<f32>), KernelError> {
+    /// [`KernelError::OutOfRange`] for a layer that is not there, [`KernelError::Device`] if work before failed.
+    pub fn download(&self, layer: usize) -> Result<HostKvLayer, KernelError> {
+        let buffer = self.layer(layer)?;
+        let mut elements = vec![0; buffer.num_bytes() / size_of::<u16>()];
+        buffer.read(0, &mut elements)?;
+        Ok(HostKvLayer { spec: self.spec, half_type: self.half_type, elements })
+    }
+}
+
+/// A copy of a layer's keys and values.
+pub struct HostKvLayer {
+    spec: KvCacheSpec,
+    half_type: HalfType,
+    elements: Vec<u16>,
+}
+
+impl HostKvLayer {
+    /// Key and value of one head in a slot, `[head_dim]` each; `None` for what lies outside the cache.
+    pub fn token(&self, slot: usize, head: usize) -> Option<(Vec<f32>, Vec<f32>)> {
         let KvCacheSpec { block_size, head_dim, num_key_value_heads, .. } = self.spec;
         let (block, row) = (slot / block_size, slot % block_size);
         let tile = block_size * head_dim;
-        let mut tiles = vec![0_u16; 2 * tile];
-        let start = (block * num_key_value_heads + head) * tiles.len() * size_of::<u16>();
-        self.layer(layer)?.read(start, &mut tiles)?;
+        let tiles = self.elements.chunks_exact(2 * tile).nth(block * num_key_value_heads + head)?;
         let element = |tile: &[u16], column: usize| match self.half_type {
             HalfType::F16 => half::f16::from_bits(tile[self.place(row, column)]).to_f32(),
             HalfType::BF16 => half::bf16::from_bits(tile[self.place(row, column)]).to_f32(),
         };
         let (keys, values) = tiles.split_at(tile);
-        Ok([keys, values].map(|tile| (0..head_dim).map(|column| element(tile, column)).collect()).into())
+        Some([keys, values].map(|tile| (0..head_dim).map(|column| element(tile, column)).collect()).into())
     }
 
     /// Place of an element in a tile: `chunk_offset` of the device code.

@@ -55,7 +55,7 @@ pub use device::CudaDevice;
 pub use graph::Graph;
 pub use inputs::{InputSlice, StepInputs};
 pub use kernel_cache::KernelCache;
-pub use kv_cache::CudaKvCache;
+pub use kv_cache::{CudaKvCache, HostKvLayer};
 pub use launch::{Argument, Kernel, Launch};
 pub use memory::{DeviceBuffer, DevicePointer, PinnedBuffer, PinnedFlag};
 pub use one_shot::OneShot;
