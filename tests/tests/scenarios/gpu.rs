@@ -10,7 +10,7 @@ use lockstep_proto::v1::generate_request::Input;
 use lockstep_tests::{
     Client, Cluster, Layout, Output,
     agreement::{self, Choice, LARGEST_GAP, Passage},
-    client::{check_same, gap, greedy, parting, tokens},
+    client::{check_same, gap, greedy, parting, read_to_end, tokens},
     process::PATIENCE,
 };
 
@@ -18,6 +18,8 @@ use crate::prompts::PROMPTS;
 
 /// Greedy tokens of each prompt.
 const STEPS: u32 = 50;
+/// Sequences that decode while prompts come and outputs end: four for each of two stages.
+const COMPANIONS: u32 = 8;
 /// Nats below which GPUs that share the layers may choose differently than one alone, in batches: their sums round
 /// differently.
 const ROUNDING: f32 = 0.05;
@@ -40,8 +42,16 @@ async fn greedy_outputs(client: &Client) -> Vec<Output> {
     outputs
 }
 
-/// The same with all prompts at once: but for the first and the last few, steps are batches.
+/// The same with all prompts at once and [`COMPANIONS`] beside them, so that every step of every stage takes and samples
+/// more tokens than those few that are multiplied with 8-bit activations, whichever requests come first and end last.
 async fn greedy_outputs_together(client: &Client) -> Vec<Output> {
+    let mut companions = Vec::new();
+    for token_id in 0..COMPANIONS {
+        let mut stream = client.start(greedy(tokens(&[504, 3575, token_id]), 4000)).await.unwrap();
+        stream.message().await.unwrap().unwrap();
+        // Nobody's sequence goes on while he does not read.
+        companions.push(tokio::spawn(read_to_end(stream)));
+    }
     let requests = PROMPTS.map(|prompt| {
         let (client, request) = (client.clone(), greedy(Input::Prompt(prompt.into()), STEPS));
         tokio::spawn(async move { client.generate(request).await })
@@ -50,6 +60,8 @@ async fn greedy_outputs_together(client: &Client) -> Vec<Output> {
     for request in requests {
         outputs.push(request.await.unwrap().unwrap());
     }
+    assert!(companions.iter().all(|companion| !companion.is_finished()), "a companion ended first");
+    companions.iter().for_each(tokio::task::JoinHandle::abort);
     outputs
 }
 
