@@ -1,9 +1,14 @@
 //! Requests as a client makes them.
 
+use std::time::{Duration, Instant};
+
 use anyhow::Context;
-use lockstep_proto::v1::{
-    self, admin_client::AdminClient, generate_request::Input, generate_response::Event,
-    inference_client::InferenceClient,
+use lockstep_proto::{
+    status::Class,
+    v1::{
+        self, admin_client::AdminClient, generate_request::Input, generate_response::Event,
+        inference_client::InferenceClient,
+    },
 };
 use tonic::{
     Request, Status, Streaming,
@@ -11,6 +16,15 @@ use tonic::{
     service::{Interceptor, interceptor::InterceptedService},
     transport::Channel,
 };
+
+use crate::process::PATIENCE;
+
+/// Between two tries.
+const PAUSE: Duration = Duration::from_millis(100);
+/// Nats by which log-probabilities of different cuts may differ.
+const LAST_BITS: f32 = 1e-4;
+/// What coordinators, and only they, say in a status.
+const REASON: &str = "lockstep-reason";
 
 /// A connection that shows an API key, if there is one.
 pub type Server = InterceptedService<Channel, ApiKey>;
@@ -121,24 +135,68 @@ impl Client {
     }
 }
 
+impl Output {
+    /// Adds what a stream brings until it ends, well or not.
+    ///
+    /// # Errors
+    /// The status that ended it early.
+    pub async fn read(&mut self, mut stream: Streaming<v1::GenerateResponse>) -> Result<(), Status> {
+        while let Some(message) = stream.message().await? {
+            match message.event {
+                Some(Event::Delta(delta)) => {
+                    self.text.push_str(&delta.text);
+                    self.token_ids.extend(delta.token_ids);
+                    self.logprobs.extend(delta.logprobs);
+                }
+                Some(Event::Finish(finish)) => self.finish = finish,
+                None => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// What a client that has this need not be sent again.
+    pub fn received(&self) -> v1::Received {
+        v1::Received { token_ids: self.token_ids.clone(), text_bytes: self.text.len() as u64 }
+    }
+}
+
 /// Reads a stream to its end.
 ///
 /// # Errors
 /// The status that ended it early.
-pub async fn read_to_end(mut stream: Streaming<v1::GenerateResponse>) -> Result<Output, Status> {
+pub async fn read_to_end(stream: Streaming<v1::GenerateResponse>) -> Result<Output, Status> {
     let mut output = Output::default();
-    while let Some(message) = stream.message().await? {
-        match message.event {
-            Some(Event::Delta(delta)) => {
-                output.text.push_str(&delta.text);
-                output.token_ids.extend(delta.token_ids);
-                output.logprobs.extend(delta.logprobs);
-            }
-            Some(Event::Finish(finish)) => output.finish = finish,
-            None => {}
-        }
-    }
+    output.read(stream).await?;
     Ok(output)
+}
+
+/// Runs a request to its end at the first of these coordinators; when that one is lost, shuts down or has nothing that
+/// serves, the next one goes on with it. `request_id` must name it. Returns how often that was so.
+///
+/// # Errors
+/// Whatever else a coordinator says, or the last refusal once nothing has come for [`PATIENCE`].
+pub async fn generate_at_any(clients: &[Client], request: &v1::GenerateRequest) -> Result<(Output, usize), Status> {
+    let (mut output, mut progress) = (Output::default(), Instant::now());
+    for (num_tries, client) in clients.iter().cycle().enumerate() {
+        let received = Some(output.received());
+        let num_received = output.token_ids.len();
+        let ended = match client.start(v1::GenerateRequest { received, ..request.clone() }).await {
+            Ok(stream) => output.read(stream).await,
+            Err(status) => Err(status),
+        };
+        let Err(status) = ended else { return Ok((output, num_tries)) };
+        if output.token_ids.len() > num_received {
+            progress = Instant::now();
+        }
+        let is_lost = !status.metadata().contains_key(REASON);
+        let is_refused = matches!(Class::of(&status), Class::NotReady | Class::ShuttingDown);
+        if !(is_lost || is_refused) || progress.elapsed() > PATIENCE {
+            return Err(status);
+        }
+        tokio::time::sleep(PAUSE).await;
+    }
+    Err(Status::invalid_argument("no coordinator"))
 }
 
 /// A greedy request with the log-probabilities of the two best tokens, which goes on past the end of sequence.
@@ -172,6 +230,33 @@ pub fn gap(logprobs: &v1::TokenLogprobs) -> f32 {
 pub fn parting(reference: &Output, other: &Output) -> Option<(usize, f32)> {
     let position = reference.token_ids.iter().zip(&other.token_ids).position(|(one, other)| one != other)?;
     Some((position, reference.logprobs.get(position).map_or(f32::INFINITY, gap)))
+}
+
+/// Refuses an output that is not what came undisturbed. Log-probabilities may differ in last bits: the cut of the model over
+/// workers follows their measured speeds, and cuts add up in different orders. How much of the prompt was cached depends on
+/// where it ran.
+///
+/// # Errors
+/// Naming what differs.
+pub fn check_undisturbed(undisturbed: &Output, output: &Output) -> anyhow::Result<()> {
+    let tokens = |output: &Output| output.token_ids.clone();
+    anyhow::ensure!(tokens(output) == tokens(undisturbed), "tokens {output:?} instead of {undisturbed:?}");
+    anyhow::ensure!(output.text == undisturbed.text, "{:?} instead of {:?}", output.text, undisturbed.text);
+    let (got, expected) = (&output.finish, &undisturbed.finish);
+    let counts = |finish: &v1::Finish| finish.usage.map(|usage| (usage.prompt_tokens, usage.completion_tokens));
+    let is_same = (got.reason, counts(got)) == (expected.reason, counts(expected));
+    anyhow::ensure!(is_same, "{got:?} instead of {expected:?}");
+    let chosen = |output: &Output| output.logprobs.iter().map(|it| it.chosen.clone()).collect::<Option<Vec<_>>>();
+    let (got, expected) = (chosen(output).context("no log-probability")?, chosen(undisturbed).unwrap_or_default());
+    anyhow::ensure!(got.len() == expected.len(), "{} log-probabilities instead of {}", got.len(), expected.len());
+    for (got, expected) in got.iter().zip(&expected) {
+        let is_same = (&got.text, got.token_id) == (&expected.text, expected.token_id);
+        anyhow::ensure!(
+            is_same && (got.logprob - expected.logprob).abs() < LAST_BITS,
+            "{got:?} instead of {expected:?}"
+        );
+    }
+    Ok(())
 }
 
 /// Refuses outputs that part where rounding cannot explain it: where the best two tokens lie `tolerance` nats apart or

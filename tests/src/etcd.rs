@@ -215,7 +215,10 @@ fn spawn(arguments: &[String], log: &PathBuf) -> anyhow::Result<Child> {
 }
 
 /// Ports that nobody listened at a moment ago.
-fn free_ports(count: usize) -> anyhow::Result<Vec<u16>> {
+///
+/// # Errors
+/// If there are none.
+pub fn free_ports(count: usize) -> anyhow::Result<Vec<u16>> {
     let listeners: Vec<TcpListener> = (0..count).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<Result<_, _>>()?;
     listeners.iter().map(|listener| Ok(listener.local_addr()?.port())).collect()
 }

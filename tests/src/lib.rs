@@ -1,8 +1,8 @@
 //! Harness of the end-to-end tests: real processes of the one binary, a real model, clients over gRPC.
 //!
 //! - [`environment`]: where the binary, the model and Python are. [`cluster`]: `lockstep up`. [`etcd`]: etcd.
-//!   [`shared`]: several coordinators over it. [`process`]: programs that end by themselves. [`client`]: requests.
-//!   [`http`]: plain HTTP. [`collector`]: of traces. [`certificates`]: for TLS. [`agreement`]: two implementations fed the
+//!   [`shared`]: several coordinators over it. [`network`]: a network that can be cut. [`process`]: programs that end by themselves. [`client`]: requests.
+//!   [`http`]: plain HTTP. [`collector`]: of traces. [`certificates`]: for TLS. [`tenants`]: files of them. [`agreement`]: two implementations fed the
 //!   same tokens.
 //!
 //! The scenarios are in `tests/tests/scenarios`. `tests/run.sh` sets up what they need.
@@ -19,8 +19,10 @@ pub mod collector;
 pub mod environment;
 pub mod etcd;
 pub mod http;
+pub mod network;
 pub mod process;
 pub mod shared;
+pub mod tenants;
 
 pub use client::{Client, Output};
 pub use cluster::{Cluster, Layout};

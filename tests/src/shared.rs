@@ -1,17 +1,23 @@
-//! Several coordinators over a real etcd, each process started by itself, so that each can be killed by itself.
+//! Several coordinators over a real etcd, each process started by itself, so that each can be killed and restarted by
+//! itself, on loopback or on a [`Network`] that can be cut.
 //! Invariant: the processes are killed when the [`SharedCluster`] is dropped; clusters take turns as those of `up` do.
 
 use std::{
     fs::File,
-    process::{Child, Command, Stdio},
+    path::PathBuf,
+    process::{Child, Command, ExitStatus, Stdio},
     time::Instant,
 };
 
 use anyhow::{Context, bail};
-use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::{Client, Etcd, cluster, environment, process::PATIENCE};
+use crate::{
+    Client, Etcd, cluster, environment,
+    etcd::free_ports,
+    network::{Network, Node},
+    process::PATIENCE,
+};
 
 /// Between two looks.
 const POLL: std::time::Duration = std::time::Duration::from_millis(50);
@@ -20,19 +26,21 @@ const POLL: std::time::Duration = std::time::Duration::from_millis(50);
 pub struct SharedCluster {
     /// Where they meet.
     pub etcd: Etcd,
+    /// What cuts them off from each other, if anything does.
+    pub network: Option<Network>,
+    /// How every process gets at etcd.
+    access: Vec<String>,
     coordinators: Vec<Process>,
     workers: Vec<Process>,
     folder: TempDir,
-    /// How every process gets at etcd.
-    access: Vec<String>,
     _turn: File,
 }
 
 /// A process that is killed when this is dropped.
 struct Process {
+    node: Node,
+    arguments: Vec<String>,
     child: Child,
-    /// gRPC address of a coordinator.
-    grpc: String,
 }
 
 impl Drop for Process {
@@ -43,48 +51,93 @@ impl Drop for Process {
     }
 }
 
+/// Who and how many.
+#[derive(Clone, Copy, Debug)]
+pub struct Members<'a> {
+    /// Coordinators.
+    pub num_coordinators: usize,
+    /// Workers, of one thread.
+    pub num_workers: usize,
+    /// How the coordinators want the model cut.
+    pub policy: &'a str,
+    /// Further arguments of the workers.
+    pub worker_arguments: &'a [&'a str],
+}
+
 impl SharedCluster {
     /// Starts coordinators that want the model cut by `policy`, and workers of one thread.
     ///
     /// # Errors
     /// With the log, if a process does not start.
     pub fn start(num_coordinators: usize, num_workers: usize, policy: &str) -> anyhow::Result<Self> {
-        Self::start_on(Etcd::start(1)?, Vec::new(), num_coordinators, num_workers, policy)
+        Self::start_members(Members { num_coordinators, num_workers, policy, worker_arguments: &[] })
+    }
+
+    /// The same with what `members` says.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub fn start_members(members: Members<'_>) -> anyhow::Result<Self> {
+        Self::start_over(Etcd::start(1)?, Vec::new(), members)
     }
 
     /// The same over an etcd that lets in who is started with the flags `access`.
     ///
     /// # Errors
     /// As [`start`](Self::start).
-    pub fn start_on(
+    pub fn start_over(etcd: Etcd, mut access: Vec<String>, members: Members<'_>) -> anyhow::Result<Self> {
+        access.push(format!("--etcd={}", etcd.endpoints().join(",")));
+        Self::start_in(cluster::turn()?, etcd, access, None, members)
+    }
+
+    /// The same on a network.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub async fn start_on(mut network: Network, members: Members<'_>) -> anyhow::Result<Self> {
+        let (turn, etcd) = (cluster::turn()?, Etcd::start(1)?);
+        let access = vec![format!("--etcd={}", network.connect_etcd(&etcd).await?)];
+        Self::start_in(turn, etcd, access, Some(network), members)
+    }
+
+    fn start_in(
+        turn: File,
         etcd: Etcd,
-        access: Vec<String>,
-        num_coordinators: usize,
-        num_workers: usize,
-        policy: &str,
+        /// How every process gets at etcd.
+    access: Vec<String>,
+        network: Option<Network>,
+        members: Members<'_>,
     ) -> anyhow::Result<Self> {
-        let turn = cluster::turn()?;
-        let folder = TempDir::new()?;
-        let mut cluster = Self { etcd, coordinators: Vec::new(), workers: Vec::new(), folder, access, _turn: turn };
-        let min_workers = format!("--min-workers={num_workers}");
-        for index in 0..num_coordinators {
-            let ready_file = cluster.folder.path().join(format!("coordinator-{index}.json"));
-            let model = environment::model()?;
-            let arguments =
-                ["--grpc-listen=127.0.0.1:0", "--http-listen=127.0.0.1:0", "--model-name=smol", &min_workers];
-            let mut command = cluster.command("coordinator")?;
-            command.args(arguments).arg("--model").arg(model).arg("--ready-file").arg(&ready_file);
-            command.args([format!("--policy={policy}"), format!("--coordinator-id=coordinator-{index}")]);
-            cluster.coordinators.push(Process { child: command.spawn()?, grpc: String::new() });
+        let (coordinators, workers, folder) = (Vec::new(), Vec::new(), TempDir::new()?);
+        let mut cluster = Self { etcd, network, access, coordinators, workers, folder, _turn: turn };
+        for index in 0..members.num_coordinators {
+            cluster.add_coordinator(index, members)?;
         }
-        for index in 0..num_workers {
-            cluster.add_worker(&format!("worker-{index}"))?;
+        for index in 0..members.num_workers {
+            cluster.add_worker_with(&format!("worker-{index}"), members.worker_arguments)?;
         }
-        for index in 0..num_coordinators {
-            let ready = cluster.ready(index)?;
-            cluster.coordinators[index].grpc = ready["grpc"].as_str().context("no address")?.to_owned();
+        for index in 0..members.num_coordinators {
+            cluster.wait_listening(index)?;
         }
         Ok(cluster)
+    }
+
+    fn add_coordinator(&mut self, index: usize, members: Members<'_>) -> anyhow::Result<()> {
+        let node = Node::Coordinator(index);
+        let mut arguments = [&[String::from("coordinator")], &self.access[..]].concat();
+        match &self.network {
+            Some(network) => arguments.extend(network.arguments(node)),
+            None => arguments.push(format!("--grpc-listen=127.0.0.1:{}", free_ports(1)?[0])),
+        }
+        arguments.extend(["--http-listen=127.0.0.1:0", "--model-name=smol"].map(String::from));
+        arguments.push(format!("--model={}", environment::model()?.display()));
+        arguments.push(format!("--ready-file={}", self.ready_file(index).display()));
+        arguments.push(format!("--min-workers={}", members.num_workers));
+        arguments.push(format!("--policy={}", members.policy));
+        arguments.push(format!("--coordinator-id=coordinator-{index}"));
+        let child = self.spawn(node, &arguments)?;
+        self.coordinators.push(Process { node, arguments, child });
+        Ok(())
     }
 
     /// Starts one more worker; returns its index.
@@ -92,9 +145,18 @@ impl SharedCluster {
     /// # Errors
     /// If it cannot be started.
     pub fn add_worker(&mut self, worker_id: &str) -> anyhow::Result<usize> {
-        let mut command = self.command("worker")?;
-        command.args(["--device=cpu", "--threads-per-device=1", "--worker-id", worker_id]);
-        self.workers.push(Process { child: command.spawn()?, grpc: String::new() });
+        self.add_worker_with(worker_id, &[])
+    }
+
+    fn add_worker_with(&mut self, worker_id: &str, further: &[&str]) -> anyhow::Result<usize> {
+        let node = Node::Worker(self.workers.len());
+        let mut arguments = [&[String::from("worker")], &self.access[..]].concat();
+        arguments.extend(self.network.iter().flat_map(|network| network.arguments(node)));
+        arguments.extend(["--device=cpu", "--threads-per-device=1"].map(String::from));
+        arguments.push(format!("--worker-id={worker_id}"));
+        arguments.extend(further.iter().map(|&argument| argument.to_owned()));
+        let child = self.spawn(node, &arguments)?;
+        self.workers.push(Process { node, arguments, child });
         Ok(self.workers.len() - 1)
     }
 
@@ -103,7 +165,8 @@ impl SharedCluster {
     /// # Errors
     /// If there is no such coordinator.
     pub fn grpc(&self, index: usize) -> anyhow::Result<&str> {
-        Ok(&self.coordinators.get(index).context("no such coordinator")?.grpc)
+        let arguments = &self.process(Node::Coordinator(index))?.arguments;
+        arguments.iter().find_map(|argument| argument.strip_prefix("--grpc-listen=")).context("no address")
     }
 
     /// A client of a coordinator.
@@ -124,20 +187,57 @@ impl SharedCluster {
         index.with_context(|| format!("no leader: {name:?}"))
     }
 
-    /// Kills a coordinator at once.
+    /// Process id of a member.
     ///
     /// # Errors
-    /// If there is no such coordinator.
-    pub fn kill_coordinator(&mut self, index: usize) -> anyhow::Result<()> {
-        Ok(self.coordinators.get_mut(index).context("no such coordinator")?.child.kill()?)
+    /// If there is no such member.
+    pub fn pid(&self, node: Node) -> anyhow::Result<u32> {
+        Ok(self.process(node)?.child.id())
     }
 
-    /// Kills a worker at once.
+    /// Kills a member at once.
     ///
     /// # Errors
-    /// If there is no such worker.
-    pub fn kill_worker(&mut self, index: usize) -> anyhow::Result<()> {
-        Ok(self.workers.get_mut(index).context("no such worker")?.child.kill()?)
+    /// If there is no such member.
+    pub fn kill(&mut self, node: Node) -> anyhow::Result<()> {
+        Ok(self.process_mut(node)?.child.kill()?)
+    }
+
+    /// Starts a member again that has ended or was killed, under its name and its address.
+    ///
+    /// # Errors
+    /// If there is no such member or it does not start.
+    pub fn restart(&mut self, node: Node) -> anyhow::Result<()> {
+        self.process_mut(node)?.child.wait()?;
+        if let Node::Coordinator(index) = node {
+            std::fs::remove_file(self.ready_file(index))?;
+        }
+        let child = self.spawn(node, &self.process(node)?.arguments)?;
+        self.process_mut(node)?.child = child;
+        Ok(())
+    }
+
+    /// How a member ended, if it has.
+    ///
+    /// # Errors
+    /// If there is no such member.
+    pub fn ended(&mut self, node: Node) -> anyhow::Result<Option<ExitStatus>> {
+        Ok(self.process_mut(node)?.child.try_wait()?)
+    }
+
+    /// Waits until a coordinator listens.
+    ///
+    /// # Errors
+    /// If it does not, with the log.
+    pub fn wait_listening(&mut self, index: usize) -> anyhow::Result<()> {
+        let end = Instant::now() + PATIENCE;
+        while !self.ready_file(index).exists() {
+            if self.ended(Node::Coordinator(index))?.is_some() || Instant::now() > end {
+                bail!("coordinator {index} does not listen: {}", self.log());
+            }
+            std::thread::sleep(POLL);
+        }
+        Ok(())
     }
 
     /// What the processes logged.
@@ -145,24 +245,27 @@ impl SharedCluster {
         std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
     }
 
-    fn command(&self, role: &str) -> anyhow::Result<Command> {
-        let log = File::options().create(true).append(true).open(self.folder.path().join("log"))?;
-        let mut command = Command::new(environment::binary()?);
-        command.arg(role).arg(format!("--etcd={}", self.etcd.endpoints().join(","))).args(&self.access);
-        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
-        Ok(command)
+    fn ready_file(&self, index: usize) -> PathBuf {
+        self.folder.path().join(format!("coordinator-{index}.json"))
     }
 
-    /// The ready file of a coordinator, once it is there.
-    fn ready(&mut self, index: usize) -> anyhow::Result<Value> {
-        let path = self.folder.path().join(format!("coordinator-{index}.json"));
-        let end = Instant::now() + PATIENCE;
-        while !path.exists() {
-            if self.coordinators[index].child.try_wait()?.is_some() || Instant::now() > end {
-                bail!("coordinator {index} does not listen: {}", self.log());
-            }
-            std::thread::sleep(POLL);
-        }
-        Ok(serde_json::from_slice(&std::fs::read(path)?)?)
+    fn process(&self, node: Node) -> anyhow::Result<&Process> {
+        self.coordinators.iter().chain(&self.workers).find(|process| process.node == node).context("no such member")
+    }
+
+    fn process_mut(&mut self, node: Node) -> anyhow::Result<&mut Process> {
+        let mut processes = self.coordinators.iter_mut().chain(&mut self.workers);
+        processes.find(|process| process.node == node).context("no such member")
+    }
+
+    fn spawn(&self, node: Node, arguments: &[String]) -> anyhow::Result<Child> {
+        let log = File::options().create(true).append(true).open(self.folder.path().join("log"))?;
+        let binary = environment::binary()?;
+        let mut command = match &self.network {
+            Some(network) => network.command(node, &binary),
+            None => Command::new(binary),
+        };
+        command.args(arguments).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        Ok(command.spawn()?)
     }
 }

@@ -1,43 +1,70 @@
-//! Many streams while workers are killed and stopped at random: every stream ends as if nothing had been.
+//! Many streams while workers and coordinators are killed, stopped and cut off at random: every stream ends as if nothing
+//! had been.
 //!
-//! `LOCKSTEP_CHAOS_SECS` (20) says for how long faults strike, `LOCKSTEP_CHAOS_SEED` (1) which.
+//! `LOCKSTEP_CHAOS_SECS` (20) says for how long faults strike, `LOCKSTEP_CHAOS_SEED` (1) which; with `LOCKSTEP_TEST_PROXIES`
+//! cuts are made by proxies also where namespaces are permitted.
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
-    },
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
-use lockstep_proto::{
-    status::Class,
-    v1::{GenerateRequest, SamplingParams, generate_request::Input},
+use lockstep_proto::v1::{GenerateRequest, SamplingParams, generate_request::Input};
+use lockstep_tests::{
+    SharedCluster,
+    network::{self, Cut, Network, Node},
+    shared::Members,
 };
-use lockstep_tests::{Client, Cluster, Layout, Output, process::PATIENCE};
 
 use crate::{
     prompts::PROMPTS,
-    worker_loss::{KILL, STOP, ready_replicas, signal},
+    streams::Streams,
+    worker_loss::{STOP, ready_replicas, signal},
 };
 
 const NUM_STREAMS: usize = 64;
+const NUM_COORDINATORS: usize = 2;
 const NUM_WORKERS: usize = 4;
 const NUM_TOKENS: u32 = 48;
 /// Between two faults, milliseconds: a base and what is added at random.
-const PAUSE_MS: (u64, u64) = (2000, 3000);
-/// How long a stopped worker is stopped.
-const STOPPED: Duration = Duration::from_secs(4);
+const PAUSE_MS: (u64, u64) = (500, 2000);
+/// How long a stopped worker is stopped, and a cut lasts.
+const STOPPED: Duration = Duration::from_secs(3);
+/// After so long a killed process is there again.
+const RESTART: Duration = Duration::from_secs(1);
+
+/// What may happen.
+#[derive(Clone, Copy, Debug)]
+enum Fault {
+    Kill(Node),
+    Stop(Node),
+    /// Two workers from each other.
+    CutRanks(usize, usize),
+    /// A worker from the coordinators.
+    CutOff(usize),
+}
 
 /// SplitMix64, so that a seed names a run.
 struct Random(u64);
 
 impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
+    fn below(&mut self, limit: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % limit
+        ((z ^ (z >> 31)) % limit as u64) as usize
+    }
+
+    fn pause(&mut self) -> Duration {
+        Duration::from_millis(PAUSE_MS.0 + self.below(PAUSE_MS.1 as usize) as u64)
+    }
+
+    fn fault(&mut self) -> Fault {
+        let worker = self.below(NUM_WORKERS);
+        match self.below(8) {
+            0..=2 => Fault::Kill(Node::Worker(worker)),
+            3 => Fault::Kill(Node::Coordinator(self.below(NUM_COORDINATORS))),
+            4 => Fault::Stop(Node::Worker(worker)),
+            5 => Fault::CutOff(worker),
+            _ => Fault::CutRanks(worker, (worker + 1 + self.below(NUM_WORKERS - 1)) % NUM_WORKERS),
+        }
     }
 }
 
@@ -62,85 +89,75 @@ fn requests() -> Vec<GenerateRequest> {
     PROMPTS.iter().enumerate().map(request).collect()
 }
 
-/// Asks until a replica takes the request: a refusal is no break.
-async fn ask(client: &Client, request: &GenerateRequest) -> Output {
-    let end = Instant::now() + PATIENCE;
-    loop {
-        match client.generate(request.clone()).await {
-            Ok(output) => return output,
-            Err(status) if Class::of(&status) == Class::NotReady && Instant::now() < end => {
-                tokio::time::sleep(Duration::from_millis(100)).await;
-            }
-            Err(status) => panic!("{status:?}"),
+/// Inflicts a fault and undoes it.
+async fn inflict(cluster: &mut SharedCluster, fault: Fault) {
+    let network = cluster.network.as_ref().unwrap();
+    match fault {
+        Fault::Kill(node) => {
+            cluster.kill(node).unwrap();
+            tokio::time::sleep(RESTART).await;
+            cluster.restart(node).unwrap();
         }
-    }
-}
-
-/// The process that now is worker `index`; none while it waits for its restart.
-fn pid_of(cluster: &Cluster, index: usize) -> Option<String> {
-    let pid = cluster.worker_pid(index).unwrap().to_string();
-    let command = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).ok()?;
-    command.contains(&format!("--worker-id=worker-{index}\0")).then_some(pid)
-}
-
-/// Strikes workers at random until `end`; returns the number of faults.
-async fn strike(cluster: &Cluster, mut random: Random, end: Instant) -> usize {
-    let mut num_faults = 0;
-    while Instant::now() < end {
-        tokio::time::sleep(Duration::from_millis(PAUSE_MS.0 + random.below(PAUSE_MS.1))).await;
-        let index = random.below(NUM_WORKERS as u64) as usize;
-        let fault = if random.below(3) == 0 { STOP } else { KILL };
-        let Some(pid) = pid_of(cluster, index) else { continue };
-        println!("kill {fault} of worker {index}");
-        signal(fault, &pid);
-        num_faults += 1;
-        if fault == STOP {
+        Fault::Stop(node) => {
+            let pid = cluster.pid(node).unwrap().to_string();
+            signal(STOP, &pid);
             tokio::time::sleep(STOPPED).await;
             signal("-CONT", &pid);
         }
+        Fault::CutRanks(one, other) => cut(network, &Cut::Ranks(vec![one, other])).await,
+        Fault::CutOff(worker) => cut(network, &Cut::Coordinators(worker)).await,
+    }
+}
+
+async fn cut(network: &Network, cut: &Cut) {
+    network.cut(cut).unwrap();
+    tokio::time::sleep(STOPPED).await;
+    network.heal(cut).unwrap();
+}
+
+/// Strikes at random until `end`; returns the number of faults.
+async fn strike(cluster: &mut SharedCluster, mut random: Random, end: Instant) -> usize {
+    let mut num_faults = 0;
+    while Instant::now() < end {
+        tokio::time::sleep(random.pause()).await;
+        let fault = random.fault();
+        println!("{fault:?}");
+        inflict(cluster, fault).await;
+        num_faults += 1;
     }
     num_faults
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_stream_survives_random_faults() {
+    if network::run_apart("chaos::every_stream_survives_random_faults").unwrap() {
+        return;
+    }
     let (seconds, seed) = (setting("LOCKSTEP_CHAOS_SECS", 20), setting("LOCKSTEP_CHAOS_SEED", 1));
-    let cluster = Cluster::start(Layout { replicas: 2, workers: NUM_WORKERS, ..Layout::new(2, 1) }).unwrap();
-    let client = cluster.client().await.unwrap();
-    ready_replicas(&client, 2).await;
-    let mut undisturbed = Vec::new();
-    for request in requests() {
-        undisturbed.push(client.generate(request).await.unwrap());
+    let network = Network::start(NUM_COORDINATORS, NUM_WORKERS).await.unwrap();
+    let means = network.means();
+    let members = Members {
+        num_coordinators: NUM_COORDINATORS,
+        num_workers: NUM_WORKERS,
+        policy: "tensor=2,replicas=2",
+        worker_arguments: &[],
+    };
+    let mut cluster = SharedCluster::start_on(network, members).await.unwrap();
+    let mut clients = Vec::new();
+    for index in 0..NUM_COORDINATORS {
+        clients.push(cluster.client(index).await.unwrap());
+        ready_replicas(&clients[index], 2).await;
     }
-    let (undisturbed, is_over) = (Arc::new(undisturbed), Arc::new(AtomicBool::new(false)));
-    let num_complete = Arc::new(AtomicUsize::new(0));
-    let streams = (0..NUM_STREAMS).map(|stream| {
-        let (client, undisturbed, is_over) = (client.clone(), undisturbed.clone(), is_over.clone());
-        let num_complete = num_complete.clone();
-        tokio::spawn(async move {
-            let requests = requests();
-            for index in (0..requests.len()).cycle().skip(stream) {
-                let (output, expected) = (ask(&client, &requests[index]).await, &undisturbed[index]);
-                assert_eq!(output.token_ids, expected.token_ids, "request {index}");
-                assert_eq!((&output.text, &output.logprobs), (&expected.text, &expected.logprobs));
-                assert_eq!(
-                    (output.finish.reason, output.finish.usage),
-                    (expected.finish.reason, expected.finish.usage)
-                );
-                num_complete.fetch_add(1, Ordering::Relaxed);
-                if is_over.load(Ordering::Relaxed) {
-                    return;
-                }
-            }
-        })
-    });
-    let streams: Vec<_> = streams.collect();
-    let num_faults = strike(&cluster, Random(seed), Instant::now() + Duration::from_secs(seconds)).await;
-    is_over.store(true, Ordering::Relaxed);
-    for stream in streams {
-        stream.await.unwrap_or_else(|error| panic!("{error:?}\n{}", cluster.log()));
-    }
-    let num_complete = num_complete.load(Ordering::Relaxed);
-    println!("chaos, seed {seed}: {num_complete} streams ended as undisturbed, {num_faults} faults in {seconds} s");
+    let streams = Streams::start(&clients, requests(), NUM_STREAMS).await;
+    let num_faults = strike(&mut cluster, Random(seed), Instant::now() + Duration::from_secs(seconds)).await;
+    let (num_complete, num_refused) = streams.end(|| cluster.log()).await;
+    println!(
+        "chaos by {means}, seed {seed}: {num_complete} streams ended as undisturbed, {num_refused} times sent elsewhere or \
+         again, {num_faults} faults in {seconds} s"
+    );
     assert!(num_faults > 0 && num_complete >= NUM_STREAMS);
+    // All is as before in the end.
+    for client in &clients {
+        ready_replicas(client, 2).await;
+    }
 }

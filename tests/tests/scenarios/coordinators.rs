@@ -6,7 +6,7 @@ use std::{
 };
 
 use lockstep_proto::v1::{self, GenerateRequest, GetClusterRequest, generate_response::Event};
-use lockstep_tests::{Client, Output, SharedCluster, environment, process};
+use lockstep_tests::{Client, Output, SharedCluster, environment, network::Node, process};
 use tokio::{sync::watch, task::JoinHandle};
 use tonic::Status;
 
@@ -103,7 +103,7 @@ async fn a_killed_leader_costs_nobody_a_token() {
         broken.push(start(&dies, &request).await);
     }
     kept.push(start(&stays, &three_requests()[0]).await);
-    cluster.kill_coordinator(leader).unwrap();
+    cluster.kill(Node::Coordinator(leader)).unwrap();
     let killed = Instant::now();
 
     for ((answer, request), expected) in broken.into_iter().zip(three_requests()).zip(&undisturbed) {
@@ -133,7 +133,7 @@ async fn a_killed_leader_costs_nobody_a_token() {
     let status = || async { stays.admin.clone().get_cluster(GetClusterRequest {}).await.unwrap().into_inner() };
     let before = epochs(status().await);
     cluster.add_worker("spare").unwrap();
-    cluster.kill_worker(0).unwrap();
+    cluster.kill(Node::Worker(0)).unwrap();
     loop {
         let status = status().await;
         let is_ready = status.models[0].replicas.iter().filter(|it| it.state() == v1::ReplicaState::Ready).count() == 2;

@@ -24,6 +24,7 @@ mod security;
 mod sharded_parity;
 mod smoke;
 mod start_up;
+mod streams;
 mod tenants;
 mod traces;
 mod worker_loss;

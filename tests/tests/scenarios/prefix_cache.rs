@@ -7,8 +7,11 @@ use lockstep_proto::v1;
 use lockstep_tests::{
     Client, Cluster, Layout,
     client::{greedy, tokens},
+    environment,
     process::PATIENCE,
+    tenants,
 };
+use tempfile::TempDir;
 
 use crate::prompts::PASSAGES;
 
@@ -67,4 +70,29 @@ async fn prefixes_find_their_replica_and_load_spreads() {
         streams.push(stream);
     }
     engines(&client, |engines| engines.iter().all(|engine| engine.num_running_sequences >= 2)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_isolated_tenant_shares_prefixes_with_itself_alone() {
+    let folder = TempDir::new().unwrap();
+    let names = [("isolated-a", "isolated = true"), ("isolated-b", "isolated = true"), ("open-a", ""), ("open-b", "")];
+    let mut specs = names.map(|(name, settings)| (name.to_owned(), settings.to_owned())).to_vec();
+    specs.push((String::from("admin"), String::from("admin = true")));
+    let (file, keys) = tenants::write(folder.path(), &specs).await.unwrap();
+    let arguments = [format!("--tenants={}", file.display()), format!("--api-key={}", keys[4])];
+    let arguments = arguments.each_ref().map(String::as_str);
+    let cluster = Cluster::start_with_arguments(Layout::new(1, 1), &environment::model().unwrap(), &arguments).unwrap();
+    let mut clients = Vec::new();
+    for key in &keys[..4] {
+        clients.push(Client::connect_as(&cluster.grpc(), key).await.unwrap());
+    }
+    let text = clients[0].tokenize(&PASSAGES.join(" ")).await.unwrap();
+    let mut undisturbed = None;
+    // Who asks, in turn, and whether the prompt is known to him by then.
+    for (tenant, is_known) in [(0, false), (0, true), (1, false), (2, false), (3, true), (1, true), (0, true)] {
+        let output = clients[tenant].generate(greedy(tokens(&text[..NUM_SHARED]), 8)).await.unwrap();
+        let cached = output.finish.usage.unwrap().cached_tokens;
+        assert_eq!(cached, if is_known { NUM_SHARED_IN_BLOCKS } else { 0 }, "{}", names[tenant].0);
+        assert_eq!(*undisturbed.get_or_insert_with(|| output.token_ids.clone()), output.token_ids);
+    }
 }

@@ -18,8 +18,8 @@ use lockstep_tests::{
     client::{greedy, tokens},
     environment,
     process::lockstep,
+    tenants,
 };
-use serde_json::Value;
 use tempfile::TempDir;
 use tonic::Status;
 
@@ -46,17 +46,10 @@ struct Load {
 
 /// A cluster with tenants, an administrator, and a client for each tenant.
 async fn cluster(folder: &TempDir, layout: Layout, model: &Path) -> (Cluster, Vec<Client>) {
-    let (mut file, mut keys) = (String::new(), Vec::new());
-    for index in 0..=NUM_TENANTS {
-        let name = if index == NUM_TENANTS { "admin".to_owned() } else { format!("tenant-{index}") };
-        let made = lockstep(&["tenant", "new", &name, "--json"]).await.unwrap();
-        let made: Value = serde_json::from_slice(&made.stdout).unwrap();
-        let rest = if index == NUM_TENANTS { "admin = true".to_owned() } else { format!("weight = {}", weight(index)) };
-        file += &format!("[[tenant]]\nname = \"{name}\"\nkey_sha256 = [{}]\n{rest}\n", made["key_sha256"]);
-        keys.push(made["key"].as_str().unwrap().to_owned());
-    }
-    let tenants = folder.path().join("tenants.toml");
-    std::fs::write(&tenants, file).unwrap();
+    let mut tenants: Vec<(String, String)> =
+        (0..NUM_TENANTS).map(|index| (format!("tenant-{index}"), format!("weight = {}", weight(index)))).collect();
+    tenants.push((String::from("admin"), String::from("admin = true")));
+    let (tenants, keys) = tenants::write(folder.path(), &tenants).await.unwrap();
     let settings = folder.path().join("lockstep.toml");
     std::fs::write(&settings, format!("[coordinator]\nmax_num_sequences = {NUM_PLACES}\n")).unwrap();
     let arguments = [
