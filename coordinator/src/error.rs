@@ -210,6 +210,11 @@ impl RequestError {
         matches!(self, Self::ReplicaLost(cause) if !matches!(cause, BreakCause::Unloaded | BreakCause::ShuttingDown))
     }
 
+    /// Whether it may have been the request itself that broke the replica: another plan, a drain or a load is not.
+    pub fn may_be_the_requests_fault(&self) -> bool {
+        matches!(self, Self::ReplicaLost(BreakCause::WorkerLost | BreakCause::WorkerFailed))
+    }
+
     /// Its class on the wire.
     pub fn class(&self) -> Class {
         match self {

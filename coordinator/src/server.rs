@@ -18,6 +18,7 @@ use crate::{
     admission::Admission,
     api::{
         MAX_REQUEST_BYTES, admin::AdminService, auth, grpc::InferenceService, health, http, intake::Intake,
+        suspicion::Turns,
         tokenizing::Tokenizing,
     },
     cluster::{MemoryRegistry, PlanStore, Registry, registration::RegistrationService},
@@ -79,6 +80,7 @@ pub async fn run(
         metrics,
         failover_timeout: config.failover_timeout,
         slow_reader_timeout: config.slow_reader_timeout,
+        turns: Turns::default(),
     };
     let inference = InferenceService { intake: intake.clone() };
     let admin = AdminService {

@@ -62,6 +62,9 @@ pub struct Output {
     pub logprobs: Vec<v1::TokenLogprobs>,
     /// The last message.
     pub finish: v1::Finish,
+    /// Longest time between two messages, those of several streams included that were read one after the other.
+    pub longest_gap: Duration,
+    last_message: Option<Instant>,
 }
 
 impl Client {
@@ -142,6 +145,9 @@ impl Output {
     /// The status that ended it early.
     pub async fn read(&mut self, mut stream: Streaming<v1::GenerateResponse>) -> Result<(), Status> {
         while let Some(message) = stream.message().await? {
+            let now = Instant::now();
+            let gap = self.last_message.replace(now).map_or(Duration::ZERO, |last| now - last);
+            self.longest_gap = self.longest_gap.max(gap);
             match message.event {
                 Some(Event::Delta(delta)) => {
                     self.text.push_str(&delta.text);

@@ -17,6 +17,7 @@ use super::{
     output::Output,
     placement::{Failover, Placement},
     span::{self, Ending},
+    suspicion::Turns,
     tokenizing::Tokenizing,
     validate::{self, PromptText},
 };
@@ -46,6 +47,8 @@ pub struct Intake {
     pub failover_timeout: Duration,
     /// Longest time that a message may wait for its client.
     pub slow_reader_timeout: Duration,
+    /// Requests under which replicas broke take turns.
+    pub turns: Turns,
 }
 
 /// A request that can be served, its prompt tokenized.
@@ -156,8 +159,12 @@ impl Intake {
         permit.entry.tenant().mark(&mut sequence);
         span::describe(&span, &sequence);
         let metrics = Arc::clone(&self.metrics);
-        let failover =
-            Failover { router: self.router.clone(), timeout: self.failover_timeout, metrics: Arc::clone(&metrics) };
+        let failover = Failover {
+            router: self.router.clone(),
+            timeout: self.failover_timeout,
+            metrics: Arc::clone(&metrics),
+            turns: self.turns.clone(),
+        };
         let placement = Placement::new(failover, Arc::clone(description), sequence, times.deadline);
         let output = Output::new(description.tokenizer.clone(), prepared.stops.clone());
         let tenant_metrics = metrics.of_tenant(permit.entry.tenant());

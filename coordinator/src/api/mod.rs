@@ -1,7 +1,8 @@
 //! What clients and operators talk to.
 //!
-//! - [`grpc`]: Inference. [`intake`]: [`validate`], [`tokenizing`] → [`generation`] ([`output`], [`stop_text`]), which [`placement`] keeps
-//!   on a replica, one [`attempt`] after the other; [`delivery`]: to clients that read in time. [`span`]: what traces say of that.
+//! - [`grpc`]: Inference. [`intake`]: [`validate`], [`tokenizing`] → [`generation`] ([`output`], [`stop_text`]), which
+//!   [`placement`] keeps on a replica, one [`attempt`] after the other ([`suspicion`]: whether it breaks them);
+//!   [`delivery`]: to clients that read in time. [`span`]: what traces say of that.
 //! - [`openai`]: the OpenAI API over the same intake.
 //! - [`auth`]: whose a call is, for all of them.
 //! - [`admin`], [`status`], [`page`]: orders and what operators see. [`health`], [`http`]: probes, metrics.
@@ -22,6 +23,7 @@ pub mod placement;
 pub mod span;
 pub mod status;
 pub mod stop_text;
+pub mod suspicion;
 pub mod tokenizing;
 pub mod validate;
 

@@ -1,8 +1,8 @@
 //! Where a request runs: on the replica that it was given to, and when that breaks on another one.
 //! Invariants: the next replica is given the prompt and every token that was received, so that the sequence goes on where
-//! it stopped; a wait ends by the deadline, or without one by the failover timeout; a request under which
-//! [`MOST_LOST_IN_A_ROW`] replicas broke without a token is given to no other; none moves whose model is unloaded, or
-//! whose worker has something against the request itself.
+//! it stopped; a wait ends by the deadline, or without one by the failover timeout; a request that breaks its replicas
+//! ([`Suspicion`]) is given to no other; none moves whose model is unloaded, or whose worker has something against the
+//! request itself.
 
 use std::{sync::Arc, time::Duration};
 
@@ -12,7 +12,11 @@ use lockstep_proto::{
 };
 use tokio::time::Instant;
 
-use super::{attempt::Attempt, span};
+use super::{
+    attempt::Attempt,
+    span,
+    suspicion::{Suspicion, Turns},
+};
 use crate::{
     error::RequestError,
     metrics::Metrics,
@@ -25,8 +29,6 @@ use crate::{
 
 /// How long a replica that lost or refused a request is not asked again, unless it breaks: the planner knows by then.
 const REST: Duration = Duration::from_millis(300);
-/// A request under which so many replicas broke, one after the other and without a token in between, may be the reason.
-const MOST_LOST_IN_A_ROW: usize = 3;
 
 /// What a request needs to find replicas.
 #[derive(Clone)]
@@ -37,6 +39,8 @@ pub struct Failover {
     pub timeout: Duration,
     /// Where moves are counted.
     pub metrics: Arc<Metrics>,
+    /// Requests under which replicas broke take turns.
+    pub turns: Turns,
 }
 
 /// A request and the replicas that it met.
@@ -48,7 +52,7 @@ pub struct Placement {
     deadline: Option<Instant>,
     /// Replicas that lost or refused it, and until when they are not asked again.
     avoided: Vec<(Arc<Replica>, Instant)>,
-    num_lost_in_a_row: usize,
+    suspicion: Suspicion,
     first_tried: Option<Instant>,
     last_tried: Option<Instant>,
     was_taken: bool,
@@ -65,12 +69,12 @@ impl Placement {
         deadline: Option<Instant>,
     ) -> Self {
         Self {
+            suspicion: Suspicion::new(failover.turns.clone()),
             failover,
             description,
             request,
             deadline,
             avoided: Vec::new(),
-            num_lost_in_a_row: 0,
             first_tried: None,
             last_tried: None,
             was_taken: false,
@@ -102,13 +106,12 @@ impl Placement {
         let replica = Arc::clone(attempt.replica());
         drop(attempt);
         if error.is_about_the_replica() {
-            self.num_lost_in_a_row += 1;
             let (request_id, model) = (&self.request.request_id, &self.request.model);
             let (num_output_tokens, plan_epoch) = (self.request.num_output_tokens, replica.plan_epoch);
             tracing::warn!(request_id, model, replica = replica.index, plan_epoch, num_output_tokens, %error, "a running request lost its replica");
-            if self.num_lost_in_a_row >= MOST_LOST_IN_A_ROW {
-                return Err(RequestError::BrokeReplicas { count: self.num_lost_in_a_row });
-            }
+        }
+        if error.may_be_the_requests_fault() {
+            self.suspicion.broke().map_err(|count| RequestError::BrokeReplicas { count })?;
         }
         self.place_after(replica, error).await
     }
@@ -117,7 +120,7 @@ impl Placement {
     pub fn record(&mut self, token_ids: &[u32]) {
         self.request.token_ids.extend_from_slice(token_ids);
         self.request.num_output_tokens += token_ids.len() as u32;
-        self.num_lost_in_a_row = 0;
+        self.suspicion.clear();
     }
 
     /// Whether all tokens that were asked for are there.
@@ -142,6 +145,7 @@ impl Placement {
 
     async fn place_after(&mut self, replica: Arc<Replica>, error: RequestError) -> Result<Attempt, RequestError> {
         let (begin, is_running) = (Instant::now(), self.was_taken);
+        self.suspicion.turn(self.deadline.unwrap_or(begin + self.failover.timeout)).await;
         let (mut replica, mut error) = (replica, error);
         loop {
             self.avoid(&replica, &error)?;

@@ -188,15 +188,15 @@ async fn stop_texts_are_found_across_a_break() {
 
 #[tokio::test]
 async fn a_request_that_breaks_its_replicas_ends() {
-    let (coordinator, workers) = replicas(4, policy(4)).await;
+    let (coordinator, workers) = replicas(5, policy(5)).await;
     for worker in &workers {
         *worker.state.is_poisoned.lock().unwrap() = true;
     }
     let status = collect(start(&coordinator, request(5)).await).await.unwrap_err();
     assert_eq!((status.code(), Class::of(&status)), (Code::Internal, Class::Internal), "{status:?}");
-    assert!(status.message().contains("3 replicas in a row broke"), "{status:?}");
+    assert!(status.message().contains("4 replicas in a row broke"), "{status:?}");
     let asked = workers.iter().filter(|worker| worker.state.last_sequence.lock().unwrap().is_some()).count();
-    assert_eq!(asked, 3);
+    assert_eq!(asked, 4);
 }
 
 #[tokio::test]

@@ -57,12 +57,12 @@ enum Paths {
     Proxies { workers: Vec<[Proxy; 2]>, ports: Vec<u16> },
 }
 
-/// Runs the test `name` of this executable once more in namespaces of its own if they are permitted; whether it did, or
+/// Runs this executable once more, with these arguments, in namespaces of its own if they are permitted; whether it did, or
 /// the caller has to go on itself.
 ///
 /// # Errors
-/// If the test fails there.
-pub fn run_apart(name: &str) -> anyhow::Result<bool> {
+/// If it fails there.
+pub fn run_apart(arguments: &[&str]) -> anyhow::Result<bool> {
     if std::env::var_os(APART).is_some() {
         return Ok(false);
     }
@@ -71,12 +71,8 @@ pub fn run_apart(name: &str) -> anyhow::Result<bool> {
         println!("network faults by proxies: namespaces are not permitted here, or not wanted");
         return Ok(false);
     };
-    let status = apart
-        .arg(std::env::current_exe()?)
-        .args(["--exact", name, "--nocapture", "--include-ignored"])
-        .env(APART, "1")
-        .status()?;
-    anyhow::ensure!(status.success(), "{name} in namespaces of its own: {status}");
+    let status = apart.arg(std::env::current_exe()?).args(arguments).env(APART, "1").status()?;
+    anyhow::ensure!(status.success(), "{arguments:?} in namespaces of its own: {status}");
     Ok(true)
 }
 

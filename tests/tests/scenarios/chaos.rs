@@ -130,7 +130,7 @@ async fn strike(cluster: &mut SharedCluster, mut random: Random, end: Instant) -
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_stream_survives_random_faults() {
-    if network::run_apart("chaos::every_stream_survives_random_faults").unwrap() {
+    if network::run_apart(&["--exact", "chaos::every_stream_survives_random_faults", "--nocapture"]).unwrap() {
         return;
     }
     let (seconds, seed) = (setting("LOCKSTEP_CHAOS_SECS", 20), setting("LOCKSTEP_CHAOS_SEED", 1));
