@@ -27,8 +27,9 @@ use tonic::transport::Channel;
 
 /// Name of the coordinator's threads.
 const COORDINATOR: &str = "coordinator";
-/// Bytes of a prompt, and its share of the rate: 200 KB at full rate would measure the loopback.
-const PROMPTS: [(usize, u64); 2] = [(200, 1), (200_000, 100)];
+/// What is asked, and one in how many of the full rate: 200 KB at full rate would measure the loopback.
+const PROMPTS: [(Prompt, u64); 3] =
+    [(Prompt::Text(200), 1), (Prompt::TokenIds(50_000), 100), (Prompt::Text(200_000), 100)];
 /// Connections of the clients.
 const NUM_CONNECTIONS: usize = 8;
 /// Requests under way where as many as possible are served.
@@ -38,6 +39,22 @@ const TICKS_PER_SECOND: f64 = 100.0;
 
 fn setting(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |value| value.parse().unwrap())
+}
+
+/// A prompt of so many bytes, each a token, or of so many tokens, of which 50,000 stand for some 200 KB.
+#[derive(Clone, Copy)]
+enum Prompt {
+    Text(usize),
+    TokenIds(usize),
+}
+
+impl std::fmt::Display for Prompt {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Text(num_bytes) => write!(formatter, "{num_bytes}-byte prompts"),
+            Self::TokenIds(num_tokens) => write!(formatter, "prompts of {num_tokens} token ids"),
+        }
+    }
 }
 
 /// Where requests are sent to.
@@ -74,14 +91,15 @@ fn main() {
         }
         let targets = Arc::new(targets);
         println!("load of the machine: {}", std::fs::read_to_string("/proc/loadavg").unwrap().trim());
-        for (num_bytes, share) in PROMPTS {
-            let rate = (setting("ROUTER_RATE", 2000) / share).max(1);
-            latency(&targets, num_bytes, rate).await;
-        }
-        for (num_bytes, _) in PROMPTS {
-            throughput(&targets, num_bytes).await;
-        }
+        // First: what long prompts took of the allocator stays there.
         streams(&targets, &worker, num_streams).await;
+        for (prompt, share) in PROMPTS {
+            let rate = (setting("ROUTER_RATE", 2000) / share).max(1);
+            latency(&targets, prompt, rate).await;
+        }
+        for (prompt, _) in PROMPTS {
+            throughput(&targets, prompt).await;
+        }
     });
     drop(coordinator);
     theirs.shutdown_background();
@@ -89,7 +107,7 @@ fn main() {
 }
 
 /// The time to the first token at a steady rate, through the coordinator and straight to the worker.
-async fn latency(targets: &Arc<Targets>, num_bytes: usize, rate: u64) {
+async fn latency(targets: &Arc<Targets>, prompt: Prompt, rate: u64) {
     let mut quantiles = Vec::new();
     for is_through in [false, true] {
         let pause = Duration::from_secs(1) / rate as u32;
@@ -98,7 +116,7 @@ async fn latency(targets: &Arc<Targets>, num_bytes: usize, rate: u64) {
         let mut index = 0;
         while begin.elapsed() < Duration::from_secs(setting("ROUTER_SECS", 5)) {
             interval.tick().await;
-            requests.spawn(first_token(Arc::clone(targets), index, num_bytes, is_through));
+            requests.spawn(first_token(Arc::clone(targets), index, prompt, is_through));
             index += 1;
         }
         let mut times = requests.join_all().await;
@@ -108,7 +126,7 @@ async fn latency(targets: &Arc<Targets>, num_bytes: usize, rate: u64) {
     let millis = |time: Duration| time.as_secs_f64() * 1e3;
     let ([p50, p99], [straight_p50, straight_p99]) = (quantiles[1], quantiles[0]);
     println!(
-        "{num_bytes}-byte prompts, {rate} requests/s: p50 {:.3} ms, p99 {:.3} ms through the coordinator; {:.3} and {:.3} straight; \
+        "{prompt}, {rate} requests/s: p50 {:.3} ms, p99 {:.3} ms through the coordinator; {:.3} and {:.3} straight; \
          added: p50 {:.3} ms, p99 {:.3} ms",
         millis(p50),
         millis(p99),
@@ -120,8 +138,8 @@ async fn latency(targets: &Arc<Targets>, num_bytes: usize, rate: u64) {
 }
 
 /// Runs a request of two tokens; the time to the first.
-async fn first_token(targets: Arc<Targets>, index: usize, num_bytes: usize, is_through: bool) -> Duration {
-    let request = request(num_bytes, 2);
+async fn first_token(targets: Arc<Targets>, index: usize, prompt: Prompt, is_through: bool) -> Duration {
+    let request = request(prompt, 2);
     if is_through {
         let mut client = targets.through[index % NUM_CONNECTIONS].clone();
         let begin = Instant::now();
@@ -134,7 +152,9 @@ async fn first_token(targets: Arc<Targets>, index: usize, num_bytes: usize, is_t
     let sequence = v1::RunSequenceRequest {
         model: targets.load.model.clone(),
         plan_epoch: targets.load.plan_epoch,
-        token_ids: vec![120; num_bytes],
+        token_ids: match prompt {
+            Prompt::Text(num_tokens) | Prompt::TokenIds(num_tokens) => vec![120; num_tokens],
+        },
         sampling: request.sampling,
         ..Default::default()
     };
@@ -147,19 +167,23 @@ async fn first_token(targets: Arc<Targets>, index: usize, num_bytes: usize, is_t
     time
 }
 
-fn request(num_bytes: usize, num_tokens: u32) -> v1::GenerateRequest {
-    v1::GenerateRequest { input: Some(Input::Prompt("x".repeat(num_bytes))), ..stub::request(num_tokens) }
+fn request(prompt: Prompt, num_tokens: u32) -> v1::GenerateRequest {
+    let input = match prompt {
+        Prompt::Text(num_bytes) => Input::Prompt("x".repeat(num_bytes)),
+        Prompt::TokenIds(num_tokens) => Input::TokenIds(v1::TokenIds { ids: vec![120; num_tokens] }),
+    };
+    v1::GenerateRequest { input: Some(input), ..stub::request(num_tokens) }
 }
 
 /// Requests for a second of the coordinator's processor time, with as many under way as it takes.
-async fn throughput(targets: &Arc<Targets>, num_bytes: usize) {
+async fn throughput(targets: &Arc<Targets>, prompt: Prompt) {
     let (begin, used, count) = (Instant::now(), processor_seconds(), Arc::new(AtomicUsize::new(0)));
     let mut requests = tokio::task::JoinSet::new();
     for index in 0..NUM_AT_ONCE {
         let (targets, count) = (Arc::clone(targets), Arc::clone(&count));
         requests.spawn(async move {
             while begin.elapsed() < Duration::from_secs(setting("ROUTER_SECS", 5)) {
-                first_token(Arc::clone(&targets), index, num_bytes, true).await;
+                first_token(Arc::clone(&targets), index, prompt, true).await;
                 count.fetch_add(1, Ordering::Relaxed);
             }
         });
@@ -167,7 +191,7 @@ async fn throughput(targets: &Arc<Targets>, num_bytes: usize) {
     requests.join_all().await;
     let (count, used) = (count.load(Ordering::Relaxed) as f64, processor_seconds() - used);
     println!(
-        "{num_bytes}-byte prompts, {NUM_AT_ONCE} at a time: {:.0} requests/s for each core of the coordinator ({:.0} requests/s)",
+        "{prompt}, {NUM_AT_ONCE} at a time: {:.0} requests/s for each core of the coordinator ({:.0} requests/s)",
         count / used,
         count / begin.elapsed().as_secs_f64(),
     );
@@ -188,14 +212,14 @@ fn processor_seconds() -> f64 {
     ticks / TICKS_PER_SECOND
 }
 
-/// Memory of the process for `count` streams that have brought a token and go on.
+/// Memory of the process for `count` streams that have brought a token and go on; then they are given up.
 async fn streams(targets: &Arc<Targets>, worker: &stub::StubWorker, count: usize) {
     *worker.state.halts_at.lock().unwrap() = 1;
     let (before, begin) = (resident_bytes(), Instant::now());
     let mut open = Vec::with_capacity(count);
     for index in 0..count {
         let mut client = targets.through[index % NUM_CONNECTIONS].clone();
-        let mut stream = client.generate(request(200, 100)).await.unwrap().into_inner();
+        let mut stream = client.generate(request(Prompt::Text(200), 100)).await.unwrap().into_inner();
         assert!(stream.message().await.unwrap().is_some());
         open.push(stream);
     }
@@ -206,6 +230,11 @@ async fn streams(targets: &Arc<Targets>, worker: &stub::StubWorker, count: usize
         mib(resident_bytes()),
         mib(resident_bytes().saturating_sub(before)),
     );
+    drop(open);
+    *worker.state.halts_at.lock().unwrap() = usize::MAX;
+    while worker.state.num_running.load(Ordering::SeqCst) > 0 {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
 }
 
 fn resident_bytes() -> u64 {

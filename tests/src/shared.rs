@@ -103,8 +103,7 @@ impl SharedCluster {
     fn start_in(
         turn: File,
         etcd: Etcd,
-        /// How every process gets at etcd.
-    access: Vec<String>,
+        access: Vec<String>,
         network: Option<Network>,
         members: Members<'_>,
     ) -> anyhow::Result<Self> {

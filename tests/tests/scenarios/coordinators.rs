@@ -16,6 +16,8 @@ use crate::worker_loss::{STOP, ready_replicas, requests, signal};
 const PROMPT: &str = "Once upon a time";
 /// Tokens of a stream that have come when the fault strikes.
 const NUM_TOKENS_BEFORE: usize = 30;
+/// What at least is left of a worker's lease when it is killed.
+const LEASE_REST: Duration = Duration::from_millis(4500);
 /// Longer than the leases of workers and coordinators.
 const ETCD_PAUSE: Duration = Duration::from_secs(8);
 
@@ -185,4 +187,20 @@ async fn what_serves_outlives_the_leases() {
     check_same(&undisturbed, &client.generate(request.clone()).await.unwrap(), "a request after etcd came back");
     assert_eq!(status().await.models[0].plan_epoch, epoch);
     assert_eq!(cluster.log().matches("loading replica").count(), 1, "{}", cluster.log());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_killed_worker_comes_back_before_its_lease_ends() {
+    let mut cluster = SharedCluster::start(1, 1, "tensor=1").unwrap();
+    let client = cluster.client(0).await.unwrap();
+    ready_replicas(&client, 1).await;
+    let undisturbed = client.generate(three_requests()[0].clone()).await.unwrap();
+    cluster.kill(Node::Worker(0)).unwrap();
+    let killed = Instant::now();
+    cluster.restart(Node::Worker(0)).unwrap();
+    ready_replicas(&client, 0).await;
+    ready_replicas(&client, 1).await;
+    println!("a killed worker serves again after {:.2} s", killed.elapsed().as_secs_f64());
+    assert!(killed.elapsed() < LEASE_REST, "{:?}\n{}", killed.elapsed(), cluster.log());
+    check_same(&undisturbed, &client.generate(three_requests()[0].clone()).await.unwrap(), "the worker that came back");
 }

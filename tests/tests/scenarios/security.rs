@@ -13,6 +13,7 @@ use lockstep_tests::{
     environment,
     http::{get, get_json},
     process::lockstep,
+    shared::Members,
 };
 
 use crate::prompts::PROMPTS;
@@ -91,7 +92,8 @@ async fn etcd_may_demand_certificates_and_a_password() {
         "--etcd-username=lockstep".to_owned(),
         flag("password-file", &password),
     ];
-    let cluster = SharedCluster::start_on(etcd, access, 1, 1, "tensor=1").unwrap();
+    let members = Members { num_coordinators: 1, num_workers: 1, policy: "tensor=1", worker_arguments: &[] };
+    let cluster = SharedCluster::start_over(etcd, access, members).unwrap();
     let client = cluster.client(0).await.unwrap();
     let request = greedy(Input::Prompt(PROMPTS[0].into()), 4);
     let end = Instant::now() + Duration::from_secs(30);

@@ -1,10 +1,10 @@
 //! The worker's key in etcd, and the lease that it goes with.
 //! Invariant: a process registers under one session for all its life, so that coordinators know, when etcd has come back,
-//! that what it held it still holds. A key of another session is waited for as long as its lease may live, then this
-//! worker is refused: two processes have one id.
+//! that what it held it still holds. The key of another session is taken over if nobody listens any more where it says;
+//! else it is waited for as long as its lease may live, then this worker is refused: two processes have one id.
 //! Not here: heartbeats, which coordinators fetch themselves (`Worker.FollowHeartbeats`).
 
-use std::{sync::Arc, time::Duration};
+use std::{io::ErrorKind, sync::Arc, time::Duration};
 
 use lockstep_etcd::{
     Connection, Endpoints, EtcdError, EtcdSettings, Lease,
@@ -12,7 +12,10 @@ use lockstep_etcd::{
 };
 use lockstep_proto::{Message, v1};
 use rand::Rng;
-use tokio::time::Instant;
+use tokio::{
+    net::TcpStream,
+    time::{Instant, timeout},
+};
 use tokio_util::sync::CancellationToken;
 
 use crate::{WorkerError, service::WorkerState};
@@ -25,6 +28,8 @@ const PERIOD: Duration = Duration::from_millis(1500);
 const BACKOFF: Duration = Duration::from_secs(1);
 /// How long the key of another session under our id may still be that of a dead predecessor.
 const PREDECESSOR: Duration = Duration::from_secs(15);
+/// Longest wait for a predecessor's host to say that nobody listens.
+const KNOCK: Duration = Duration::from_secs(1);
 
 /// Registers, and registers again whenever the lease is lost, until `stop`.
 pub(super) async fn hold(
@@ -134,14 +139,14 @@ impl Registration {
         Ok((connection, lease))
     }
 
-    /// Writes the key under the lease, unless another session has it; says whether it did.
+    /// Writes the key under the lease, unless another session that may live has it; says whether it did.
     async fn write(&self, connection: &Connection, lease: &Lease) -> Result<bool, EtcdError> {
         let mut kv = connection.client.kv_client();
         let found = connection.within(kv.get(self.key.as_str(), None::<GetOptions>)).await?;
         let mut revision = 0;
         if let Some(found) = found.kvs().first() {
-            let is_ours = v1::WorkerEntry::decode(found.value()).is_ok_and(|entry| entry.session == self.entry.session);
-            if !is_ours {
+            let entry = v1::WorkerEntry::decode(found.value()).unwrap_or_default();
+            if entry.session != self.entry.session && !self.is_gone(&entry).await {
                 return Ok(false);
             }
             revision = found.mod_revision();
@@ -151,5 +156,21 @@ impl Registration {
         let is_unchanged = Compare::mod_revision(self.key.as_str(), CompareOp::Equal, revision);
         let written = connection.within(kv.txn(Txn::new().when([is_unchanged]).and_then([put]))).await?;
         Ok(written.succeeded())
+    }
+
+    /// Whether nobody can listen any more at the address of another session: it is ours now, or its host refuses. A process
+    /// that is only stopped is still there, and of a host that does not answer nothing is known.
+    async fn is_gone(&self, other: &v1::WorkerEntry) -> bool {
+        let address = |entry: &v1::WorkerEntry| entry.hello.as_ref().map(|hello| hello.address.clone());
+        let Some(theirs) = address(other) else { return false };
+        let is_gone = Some(&theirs) == address(&self.entry).as_ref()
+            || matches!(
+                timeout(KNOCK, TcpStream::connect(&theirs)).await,
+                Ok(Err(error)) if error.kind() == ErrorKind::ConnectionRefused
+            );
+        if is_gone {
+            tracing::info!(address = theirs, "taking over from a predecessor that has ended");
+        }
+        is_gone
     }
 }
