@@ -18,8 +18,7 @@ use crate::{
     admission::Admission,
     api::{
         MAX_REQUEST_BYTES, admin::AdminService, auth, grpc::InferenceService, health, http, intake::Intake,
-        suspicion::Turns,
-        tokenizing::Tokenizing,
+        suspicion::Turns, tokenizing::Tokenizing,
     },
     cluster::{MemoryRegistry, PlanStore, Registry, registration::RegistrationService},
     metrics::Metrics,

@@ -72,7 +72,7 @@ async fn a_rolling_restart_of_the_workers_refuses_nothing() {
     let cluster = Cluster::start_with_environment(layout, &drain).unwrap();
     let client = cluster.client().await.unwrap();
     ready_replicas(&client, 2).await;
-    let streams = Streams::start(&[client.clone()], (0..4).map(request).collect(), NUM_STREAMS).await;
+    let streams = Streams::start(std::slice::from_ref(&client), (0..4).map(request).collect(), NUM_STREAMS).await;
     for index in 0..2 {
         tokio::time::sleep(Duration::from_millis(500)).await;
         let pid = cluster.worker_pid(index).unwrap();
