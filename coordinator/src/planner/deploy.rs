@@ -69,6 +69,7 @@ impl Reconciler {
                 plan: bytes.clone().into(),
                 secret,
                 rank_addresses,
+                leader_term: 0,
             };
             let replica = Arc::new(Replica::new(load, replica_plan.clone(), members, leader));
             model.replicas.push(Arc::clone(&replica));
@@ -83,6 +84,7 @@ impl Reconciler {
 
     /// Loads what is to be loaded and agreed.
     pub(super) fn start_loads(&mut self) {
+        let Some(leader_term) = self.ledger.term() else { return };
         let (agreed, waiting): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.to_load).into_iter().partition(|replica| self.ledger.has(replica));
         self.to_load = waiting.into_iter().filter(|replica| replica.is_live()).collect();
@@ -90,8 +92,9 @@ impl Reconciler {
             // If a worker has gone, the next round breaks the replica.
             let Some(clients) = worker_calls::clients_of(&self.workers, &replica.members) else { continue };
             let loading = Arc::clone(&replica);
+            let request = v1::LoadReplicaRequest { leader_term, ..replica.load.clone() };
             let load = async move {
-                let outcome = worker_calls::load(Arc::clone(&loading), clients, loading.load.clone()).await;
+                let outcome = worker_calls::load(Arc::clone(&loading), clients, request).await;
                 Event::Loaded { replica: loading, outcome }
             };
             self.spawn(load, |problem| Event::Loaded { replica, outcome: Err(problem) });
@@ -99,8 +102,8 @@ impl Reconciler {
     }
 }
 
-/// Above every epoch of this process and, by the clock, of earlier ones.
-fn next_epoch(last: u64) -> u64 {
+/// Above every number of this process and, by the clock, of earlier ones.
+pub(super) fn next_epoch(last: u64) -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_millis() as u64);
     now.max(last + 1)
 }

@@ -12,7 +12,7 @@ use futures::future::BoxFuture;
 use lockstep_proto::v1;
 use tokio::{sync::watch, time::Instant};
 
-use super::{desired::desired_model, model_state::ModelState, unloads::Part};
+use super::{deploy::next_epoch, desired::desired_model, model_state::ModelState, unloads::Part};
 use crate::{
     cluster::{
         PlanStore,
@@ -34,6 +34,8 @@ pub struct Ledger {
     is_writing: bool,
     retry_at: Option<Instant>,
     leads_since: Option<Instant>,
+    /// Of the present lead, or the last one; 0 where there is no other coordinator.
+    term: u64,
     /// Registrations that this coordinator has seen end.
     lost: BTreeSet<(String, u64)>,
 }
@@ -46,7 +48,7 @@ impl Ledger {
             (store, changes)
         });
         let (state, lost) = (StoreState::new(), BTreeSet::new());
-        Self { store, state, is_writing: false, retry_at: None, leads_since: None, lost }
+        Self { store, state, is_writing: false, retry_at: None, leads_since: None, term: 0, lost }
     }
 
     /// Whether there may be other coordinators.
@@ -83,8 +85,15 @@ impl Ledger {
             self.leads_since = None;
         } else if self.leads_since.is_none() {
             self.leads_since = Some(now);
+            self.term = next_epoch(self.state.plan.value.leader_term);
         }
         self.leads_since
+    }
+
+    /// The term in which this coordinator may have workers change what they hold: once its plan, and with it that the
+    /// terms before are over, is agreed. 0 where there is no other coordinator.
+    pub fn term(&self) -> Option<u64> {
+        (self.state.plan.value.leader_term == self.term || !self.is_shared()).then_some(self.term)
     }
 
     /// Whether all that the plan names is known here, as far as it can be: `replicas` are those that are.
@@ -138,7 +147,7 @@ impl Ledger {
     ) -> Option<BoxFuture<'static, Result<(), StoreError>>> {
         let (store, _) =
             self.store.as_ref().filter(|_| !self.is_writing && self.retry_at.is_none_or(|at| at <= now))?;
-        let value = plan_state(models);
+        let value = self.plan_state(models);
         if value == *self.state.plan.value {
             return None;
         }
@@ -158,12 +167,17 @@ impl Ledger {
 
     /// Whether all that `models` are is agreed.
     pub fn is_agreed(&self, models: &BTreeMap<String, ModelState>) -> bool {
-        !self.is_shared() || (!self.is_writing && plan_state(models) == *self.state.plan.value)
+        !self.is_shared() || (!self.is_writing && self.plan_state(models) == *self.state.plan.value)
     }
 
     /// The highest epoch in the agreed plan.
     pub fn last_epoch(&self) -> u64 {
         self.state.plan.value.models.iter().map(|model| model.plan_epoch).max().unwrap_or(0)
+    }
+
+    /// The models as they are kept. Replicas that have broken are not part of it.
+    fn plan_state(&self, models: &BTreeMap<String, ModelState>) -> v1::PlanState {
+        v1::PlanState { models: models.values().map(planned_model).collect(), leader_term: self.term }
     }
 
     fn replicas(&self) -> impl Iterator<Item = &v1::PlannedReplica> {
@@ -184,15 +198,15 @@ pub fn members(planned: &v1::PlannedReplica) -> Vec<Member> {
     planned.members.iter().map(member).collect()
 }
 
-/// The models as they are kept. Replicas that have broken are not part of it.
-fn plan_state(models: &BTreeMap<String, ModelState>) -> v1::PlanState {
+/// A model as it is kept.
+fn planned_model(model: &ModelState) -> v1::PlannedModel {
     let planned_member =
         |member: &Member| v1::PlannedMember { worker_id: member.worker_id.clone(), session: member.session };
     let planned_replica = |replica: &Arc<Replica>| v1::PlannedReplica {
         load: Some(replica.load.clone()),
         members: replica.members.iter().map(planned_member).collect(),
     };
-    let planned_model = |model: &ModelState| v1::PlannedModel {
+    v1::PlannedModel {
         spec: Some(desired_model(&model.spec, model.attempt)),
         plan_epoch: model.plan_epoch,
         plan: model.plan_bytes.clone(),
@@ -202,6 +216,5 @@ fn plan_state(models: &BTreeMap<String, ModelState>) -> v1::PlanState {
         problem: model.problem.as_ref().map_or_else(String::new, |problem| problem.public.clone()),
         problem_detail: model.problem.as_ref().map_or_else(String::new, |problem| problem.detail.clone()),
         failed_attempts: model.failed_attempts,
-    };
-    v1::PlanState { models: models.values().map(planned_model).collect() }
+    }
 }

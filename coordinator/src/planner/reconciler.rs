@@ -277,13 +277,15 @@ impl Reconciler {
         let mut unwanted = self.forget_broken(now);
         unwanted.extend(reports::unwanted_parts(&self.models, live));
         unwanted.retain(|part| !self.ledger.has_part(part));
+        // What is left now the workers' heartbeats go on to list.
+        let Some(leader_term) = self.ledger.term() else { return };
         for part in unwanted {
             let known = self.workers.get(&part.worker_id).filter(|known| known.session == part.session);
             let Some(client) = known.map(|known| known.client.clone()) else { continue };
             if self.unloads.start(&part, now) {
                 let unloaded = part.clone();
                 let unload = async move {
-                    let is_freed = worker_calls::unload(client, &part).await;
+                    let is_freed = worker_calls::unload(client, &part, leader_term).await;
                     Event::Unloaded { part, is_freed }
                 };
                 self.spawn(unload, |_| Event::Unloaded { part: unloaded, is_freed: false });

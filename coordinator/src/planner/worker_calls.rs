@@ -154,11 +154,12 @@ async fn load_part(
     }
 }
 
-/// Frees a part and says whether it is freed. If not, the worker's heartbeats go on to list it.
-pub async fn unload(mut client: WorkerClient<Channel>, part: &Part) -> bool {
+/// Frees a part, as who leads in `leader_term`, and says whether it is freed. If not, the worker's heartbeats go on to list it.
+pub async fn unload(mut client: WorkerClient<Channel>, part: &Part, leader_term: u64) -> bool {
     let Part { worker_id, model, plan_epoch, replica, .. } = part;
     let (plan_epoch, replica) = (*plan_epoch, *replica);
-    let call = client.unload_replica(v1::UnloadReplicaRequest { model: model.clone(), plan_epoch, replica });
+    let call =
+        client.unload_replica(v1::UnloadReplicaRequest { model: model.clone(), plan_epoch, replica, leader_term });
     match tokio::time::timeout(UNLOAD_TIMEOUT, call).await {
         Ok(Ok(_)) => return true,
         Ok(Err(status)) => {

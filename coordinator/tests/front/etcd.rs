@@ -161,6 +161,8 @@ async fn any_coordinator_serves_and_obeys_and_the_next_leads_on() {
     eventually("a new plan", || kept.num_loads() == num_loads[0] + 1).await;
     second.wait_ready(true).await;
     assert_eq!(kept.num_unloads(), num_unloads + 1);
+    let terms = kept.stub.state.loads.lock().unwrap().iter().map(|load| load.leader_term).collect::<Vec<_>>();
+    assert!(terms[0] > 0 && terms.is_sorted() && terms.last() > terms.first(), "each leader has a later term: {terms:?}");
     assert!(model(&second).await.unwrap().plan_epoch > plans.0);
 }
 

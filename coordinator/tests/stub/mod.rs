@@ -197,7 +197,8 @@ impl Worker for StubService {
         if *self.0.refuses_loads.lock().unwrap() {
             return Err(Class::Internal.status("no memory"));
         }
-        self.0.held.lock().unwrap().push(v1::UnloadReplicaRequest { model, plan_epoch, replica });
+        let part = v1::UnloadReplicaRequest { model, plan_epoch, replica, leader_term: 0 };
+        self.0.held.lock().unwrap().push(part);
         let delay = *self.0.load_delay.lock().unwrap();
         tokio::time::sleep(delay).await;
         let steps = [(50, false), (100, true)];
@@ -210,7 +211,7 @@ impl Worker for StubService {
         &self,
         request: Request<v1::UnloadReplicaRequest>,
     ) -> Result<Response<v1::UnloadReplicaResponse>, Status> {
-        let part = request.into_inner();
+        let part = v1::UnloadReplicaRequest { leader_term: 0, ..request.into_inner() };
         if *self.0.refuses_unloads.lock().unwrap() {
             return Err(Class::Internal.status("it is stuck"));
         }
@@ -225,7 +226,7 @@ impl Worker for StubService {
     ) -> Result<Response<Self::RunSequenceStream>, Status> {
         let request = request.into_inner();
         let v1::RunSequenceRequest { model, plan_epoch, replica, .. } = request.clone();
-        if !self.0.held.lock().unwrap().contains(&v1::UnloadReplicaRequest { model, plan_epoch, replica }) {
+        if !self.0.held.lock().unwrap().contains(&v1::UnloadReplicaRequest { model, plan_epoch, replica, leader_term: 0 }) {
             return Err(Class::StaleEpoch.status("not held on 10.0.0.1"));
         }
         if let Some(class) = self.0.refusal.lock().unwrap().take() {

@@ -69,7 +69,9 @@ impl Worker for WorkerService {
         }
         let request = request.into_inner();
         let key = ReplicaKey { model: request.model.clone(), plan_epoch: request.plan_epoch, replica: request.replica };
+        let term = request.leader_term;
         let spec = self.spec(request).await?;
+        self.0.obey(term)?;
         tracing::info!(model = key.model, plan_epoch = spec.plan_epoch, replica = key.replica, "loading replica");
         let state = self.0.replicas.load(key, spec, self.0.links.clone())?;
         Ok(Response::new(progress_stream(state)))
@@ -79,7 +81,8 @@ impl Worker for WorkerService {
         &self,
         request: Request<v1::UnloadReplicaRequest>,
     ) -> Result<Response<v1::UnloadReplicaResponse>, Status> {
-        let v1::UnloadReplicaRequest { model, plan_epoch, replica } = request.into_inner();
+        let v1::UnloadReplicaRequest { model, plan_epoch, replica, leader_term } = request.into_inner();
+        self.0.obey(leader_term)?;
         tracing::info!(model, plan_epoch, replica, "unloading replica");
         self.0.replicas.unload(&ReplicaKey { model, plan_epoch, replica }).await;
         Ok(Response::new(v1::UnloadReplicaResponse {}))

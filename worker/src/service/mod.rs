@@ -12,7 +12,7 @@ use std::{
     net::SocketAddr,
     sync::{
         Arc, OnceLock,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -20,6 +20,7 @@ use std::{
 use lockstep_kernels::device::DeviceInfo;
 use lockstep_proto::{
     MAX_MESSAGE_BYTES,
+    status::Class,
     v1::{self, worker_server::WorkerServer},
 };
 use lockstep_sharding::{format_bytes, usable_bytes};
@@ -30,7 +31,7 @@ use lockstep_transport::{
 };
 use tokio::net::TcpListener;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
-use tonic::transport::Server;
+use tonic::{Status, transport::Server};
 
 use self::{grpc::WorkerService, replicas::Replicas};
 use crate::{
@@ -58,11 +59,26 @@ pub(crate) struct WorkerState {
     pub running: TaskTracker,
     /// Fires when the service ends.
     pub closing: CancellationToken,
+    /// The highest term of a coordinator that was obeyed.
+    leader_term: AtomicU64,
     drain_started: OnceLock<Instant>,
     is_registered: AtomicBool,
 }
 
 impl WorkerState {
+    /// Lets the coordinator that leads in `term` change what is held here.
+    ///
+    /// # Errors
+    /// `StaleEpoch` if one of a later term was here: whoever asks leads no more and may not know it.
+    pub fn obey(&self, term: u64) -> Result<(), Status> {
+        let highest = self.leader_term.fetch_max(term, Ordering::SeqCst);
+        if term < highest {
+            let refusal = format!("leader_term is {term}, but the coordinator of term {highest} leads now");
+            return Err(Class::StaleEpoch.status(refusal));
+        }
+        Ok(())
+    }
+
     /// Whether it is to be relieved of its parts, and gets no new ones.
     pub fn is_draining(&self) -> bool {
         self.drain_started.get().is_some()
@@ -132,6 +148,7 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> Result<()
         session: rand::random(),
         running: TaskTracker::new(),
         closing: CancellationToken::new(),
+        leader_term: AtomicU64::new(0),
         drain_started: OnceLock::new(),
         is_registered: AtomicBool::new(false),
     });

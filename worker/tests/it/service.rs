@@ -147,6 +147,7 @@ impl Harness {
             plan: lockstep_sharding::encode(&plan).unwrap().into(),
             secret: vec![7; 32],
             rank_addresses: vec![self.hello.rank_address.clone()],
+            leader_term: 0,
         }
     }
 
@@ -167,8 +168,13 @@ impl Harness {
     }
 
     async fn unload(&mut self, plan_epoch: u64, replica: u32) {
-        let part = v1::UnloadReplicaRequest { model: "m".to_owned(), plan_epoch, replica };
-        self.client.unload_replica(part).await.unwrap();
+        self.unload_as(0, plan_epoch, replica).await.unwrap();
+    }
+
+    /// The same as a coordinator that leads in `leader_term`.
+    async fn unload_as(&mut self, leader_term: u64, plan_epoch: u64, replica: u32) -> Result<(), Status> {
+        let part = v1::UnloadReplicaRequest { model: "m".to_owned(), plan_epoch, replica, leader_term };
+        self.client.unload_replica(part).await.map(drop)
     }
 
     /// Waits until exactly these parts, by epoch and replica, are held.
@@ -374,6 +380,35 @@ fn unloading_waits_for_the_load_that_it_ends() {
         // The load may have been ready before; either way its stream is at its end.
         let ended = async { while let Ok(Some(_)) = progress.message().await {} };
         tokio::time::timeout(WAIT, ended).await.unwrap();
+        harness.shutdown.cancel();
+        tokio::time::timeout(WAIT, harness.worker).await.unwrap().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn who_led_before_changes_nothing() {
+    block_on(async {
+        let mut harness = Harness::start().await;
+        let of_term = |leader_term, request| v1::LoadReplicaRequest { leader_term, ..request };
+        let load = async |harness: &mut Harness, term, epoch| {
+            let request = of_term(term, harness.load_request(epoch, 0, &[0]).await);
+            let mut progress = harness.client.load_replica(request).await?.into_inner();
+            while progress.message().await?.is_some() {}
+            Ok::<_, Status>(())
+        };
+        load(&mut harness, 7, 1).await.unwrap();
+        load(&mut harness, 9, 2).await.unwrap();
+        // Whoever led in term 7 knows nothing of epoch 2, and would free it or plan on its device.
+        let refused =
+            [harness.unload_as(7, 2, 0).await, load(&mut harness, 7, 3).await, load(&mut harness, 0, 4).await];
+        for status in refused.map(Result::unwrap_err) {
+            assert_eq!(Class::of(&status), Class::StaleEpoch);
+            assert!(status.message().contains("term 9 leads"), "{status:?}");
+        }
+        harness.holds(&[(2, 0)]).await;
+        assert_eq!(collect(harness.run(2, 4).await.unwrap()).await.0.len(), 4);
+        harness.unload_as(9, 2, 0).await.unwrap();
+        harness.holds(&[]).await;
         harness.shutdown.cancel();
         tokio::time::timeout(WAIT, harness.worker).await.unwrap().unwrap().unwrap();
     });

@@ -116,7 +116,8 @@ mod tests {
     }
 
     fn plan(registry: &EtcdRegistry, wanted_replicas: u32) -> Write {
-        let value = v1::PlanState { models: vec![v1::PlannedModel { wanted_replicas, ..Default::default() }] };
+        let models = vec![v1::PlannedModel { wanted_replicas, ..Default::default() }];
+        let value = v1::PlanState { models, leader_term: 0 };
         Write::Plan { expected: PlanStore::watch(registry).borrow().plan.revision, value }
     }
 
