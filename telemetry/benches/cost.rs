@@ -44,7 +44,8 @@ fn tracing_a_step(criterion: &mut Criterion) {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     let exporting = {
         let _runtime = runtime.enter();
-        otlp::start(&ExportConfig { endpoint, ratio: 1.0, service: "bench".to_owned() }).unwrap()
+        otlp::start(&ExportConfig { endpoint, ratio: 1.0, service: "bench".to_owned(), ..ExportConfig::default() })
+            .unwrap()
     };
     let parent = trace::remote(1, 2);
     let attributes: Vec<_> = (0..7).map(|index| KeyValue::new(format!("key{index}"), index)).collect();

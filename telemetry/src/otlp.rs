@@ -11,8 +11,9 @@ use std::{
     time::Duration,
 };
 
+use lockstep_transport::{AddressError, ClientTls, Connector, Outbound, TlsError, TlsFiles};
 use opentelemetry::{Context, KeyValue, global, trace::TracerProvider};
-use opentelemetry_otlp::{SpanExporter, WithExportConfig};
+use opentelemetry_otlp::{SpanExporter, WithExportConfig, WithTonicConfig};
 use opentelemetry_sdk::{
     Resource,
     error::{OTelSdkError, OTelSdkResult},
@@ -21,6 +22,7 @@ use opentelemetry_sdk::{
         SpanProcessor,
     },
 };
+use tonic::{codegen::http::Uri, transport::Channel};
 use tracing::{Subscriber, level_filters::LevelFilter};
 use tracing_subscriber::{Layer, filter::Targets, registry::LookupSpan};
 
@@ -65,16 +67,25 @@ pub enum ExportError {
         /// Cause.
         reason: String,
     },
+    /// The endpoint is none.
+    #[error("traces cannot be sent: {0}")]
+    Address(#[from] AddressError),
+    /// A certificate, key or authority cannot be used.
+    #[error("traces cannot be sent: {0}")]
+    Tls(#[from] TlsError),
     /// The counts of the export.
     #[error("metrics: {0}")]
     Metrics(String),
 }
 
 /// Where traces go, and how many.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct ExportConfig {
-    /// A collector's OTLP port, `http://host:4317`.
+    /// A collector's OTLP port, `http://host:4317` or, for TLS, `https://host:4317`.
     pub endpoint: String,
+    /// With `https`: the authorities of the collector's certificate, by default those of the system, and the certificate
+    /// that it is shown. Read at the start.
+    pub tls: TlsFiles,
     /// Share of the requests without a sampled parent that are traced, 0 to 1.
     pub ratio: f64,
     /// Name of the service.
@@ -87,11 +98,12 @@ pub struct Exporting(SdkTracerProvider);
 /// Starts the export of this process; needs the async runtime that its connection is to live on.
 ///
 /// # Errors
-/// [`ExportError`] if the endpoint is none. A collector that cannot be reached is no error.
+/// [`ExportError`] if the endpoint is none or a file cannot be used. A collector that cannot be reached is no error.
 pub fn start(config: &ExportConfig) -> Result<Exporting, ExportError> {
     let wrong = |reason: String| ExportError::Exporter { endpoint: config.endpoint.clone(), reason };
     let counts = METRICS.as_ref().map_err(|error| ExportError::Metrics(error.to_string()))?;
-    let exporter = SpanExporter::builder().with_tonic().with_endpoint(&config.endpoint).with_timeout(EXPORT_TIMEOUT);
+    // What `OTEL_EXPORTER_OTLP_HEADERS` holds goes along with every call.
+    let exporter = SpanExporter::builder().with_tonic().with_channel(channel(config)?).with_timeout(EXPORT_TIMEOUT);
     let exporter = exporter.build().map_err(|error| wrong(error.to_string()))?;
     let num_queued = Arc::new(AtomicUsize::new(0));
     let counted = CountedExporter { exporter, num_queued: Arc::clone(&num_queued), counts };
@@ -110,6 +122,26 @@ pub fn start(config: &ExportConfig) -> Result<Exporting, ExportError> {
         .build();
     global::set_tracer_provider(provider.clone());
     Ok(Exporting(provider))
+}
+
+/// A connection that is made when it is needed.
+fn channel(config: &ExportConfig) -> Result<Channel, ExportError> {
+    let outbound = if config.endpoint.starts_with("https://") || config.tls != TlsFiles::default() {
+        Outbound::Server(ClientTls::open(&config.tls)?)
+    } else {
+        Outbound::ClearText
+    };
+    let default_port = match config.endpoint.parse::<Uri>() {
+        Ok(uri) if uri.host().is_some() && uri.port().is_none() => match uri.scheme_str() {
+            Some("https") => ":443",
+            Some("http") => ":80",
+            _ => "",
+        },
+        _ => "",
+    };
+    let address = format!("{}{default_port}", config.endpoint.trim_end_matches('/'));
+    let (endpoint, connector) = Connector::new(&address, outbound)?;
+    Ok(endpoint.connect_timeout(EXPORT_TIMEOUT).connect_with_connector_lazy(connector))
 }
 
 impl Exporting {

@@ -8,8 +8,26 @@ use lockstep_telemetry::{
     otlp::{self, ExportConfig},
     trace,
 };
+use lockstep_transport::TlsFiles;
 
 const NUM_SPANS: u64 = 30_000;
+
+#[test]
+fn endpoints_that_cannot_be_used_are_refused() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let _runtime = runtime.enter();
+    let problem = |endpoint: &str, ca: Option<&str>| {
+        let tls = TlsFiles { ca: ca.map(Into::into), pair: None };
+        otlp::start(&ExportConfig { endpoint: endpoint.to_owned(), tls, ..ExportConfig::default() }).err().unwrap()
+    };
+    assert!(problem("ftp://collector", None).to_string().contains("host:port"));
+    assert!(problem("https://collector", Some("/no/ca.pem")).to_string().contains("/no/ca.pem"));
+    assert!(
+        problem("http://collector", Some(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")))
+            .to_string()
+            .contains("certificate")
+    );
+}
 
 #[test]
 fn a_collector_that_hangs_holds_nobody_up() {
@@ -19,7 +37,8 @@ fn a_collector_that_hangs_holds_nobody_up() {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     let exporting = {
         let _runtime = runtime.enter();
-        otlp::start(&ExportConfig { endpoint, ratio: 1.0, service: "test".to_owned() }).unwrap()
+        otlp::start(&ExportConfig { endpoint, ratio: 1.0, service: "test".to_owned(), ..ExportConfig::default() })
+            .unwrap()
     };
     let parent = trace::remote(1, 2);
     let start = Instant::now();

@@ -1,11 +1,12 @@
 //! An OTLP collector: takes what processes export over gRPC and keeps it for the test.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     net::SocketAddr,
     sync::{Arc, Mutex, PoisonError},
 };
 
+use lockstep_transport::{Gate, Incoming, ServerTls, TlsFiles};
 use opentelemetry_proto::tonic::{
     collector::trace::v1::{
         ExportTraceServiceRequest, ExportTraceServiceResponse,
@@ -16,10 +17,7 @@ use opentelemetry_proto::tonic::{
 };
 use tokio::net::TcpListener;
 use tokio_util::sync::{CancellationToken, DropGuard};
-use tonic::{
-    Request, Response, Status,
-    transport::{Server, server::TcpIncoming},
-};
+use tonic::{Request, Response, Status, transport::Server};
 
 /// A span with the service that it came from.
 #[derive(Clone, Debug)]
@@ -41,8 +39,16 @@ impl Received {
 pub struct Collector {
     /// Where it listens.
     pub address: SocketAddr,
-    spans: Arc<Mutex<Vec<Received>>>,
+    seen: Arc<Mutex<Seen>>,
     _stop: DropGuard,
+}
+
+/// What came so far.
+#[derive(Default)]
+struct Seen {
+    spans: Vec<Received>,
+    /// Values of `authorization`.
+    keys: BTreeSet<String>,
 }
 
 impl Collector {
@@ -51,24 +57,42 @@ impl Collector {
     /// # Errors
     /// If there is none.
     pub async fn start() -> anyhow::Result<Self> {
-        let listener = TcpListener::bind("127.0.0.1:0").await?;
-        let address = listener.local_addr()?;
-        let spans = Arc::<Mutex<Vec<Received>>>::default();
-        let stop = CancellationToken::new();
-        let service = TraceServiceServer::new(Sink(Arc::clone(&spans)));
-        let server = Server::builder().add_service(service);
-        let closing = stop.clone().cancelled_owned();
-        tokio::spawn(server.serve_with_incoming_shutdown(TcpIncoming::from(listener), closing));
-        Ok(Self { address, spans, _stop: stop.drop_guard() })
+        Self::start_behind(Gate::Both(None, None)).await
     }
 
-    /// What came so far.
+    /// One that speaks TLS as `files` say.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start), and if a file cannot be used.
+    pub async fn start_secured(files: TlsFiles) -> anyhow::Result<Self> {
+        Self::start_behind(Gate::Both(Some(ServerTls::open(files)?), None)).await
+    }
+
+    async fn start_behind(gate: Gate) -> anyhow::Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let address = listener.local_addr()?;
+        let seen = Arc::<Mutex<Seen>>::default();
+        let stop = CancellationToken::new();
+        let service = TraceServiceServer::new(Sink(Arc::clone(&seen)));
+        let server = Server::builder().add_service(service);
+        let closing = stop.clone().cancelled_owned();
+        let incoming = Incoming::new(listener, gate).into_stream();
+        tokio::spawn(server.serve_with_incoming_shutdown(incoming, closing));
+        Ok(Self { address, seen, _stop: stop.drop_guard() })
+    }
+
+    /// The spans that came so far.
     pub fn spans(&self) -> Vec<Received> {
-        self.spans.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner).spans.clone()
+    }
+
+    /// The values of `authorization` with which they came.
+    pub fn keys(&self) -> BTreeSet<String> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner).keys.clone()
     }
 }
 
-struct Sink(Arc<Mutex<Vec<Received>>>);
+struct Sink(Arc<Mutex<Seen>>);
 
 #[tonic::async_trait]
 impl TraceService for Sink {
@@ -76,13 +100,15 @@ impl TraceService for Sink {
         &self,
         request: Request<ExportTraceServiceRequest>,
     ) -> Result<Response<ExportTraceServiceResponse>, Status> {
-        let mut spans = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = request.metadata().get("authorization").and_then(|value| value.to_str().ok());
+        seen.keys.extend(key.map(str::to_owned));
         for resource in request.into_inner().resource_spans {
             let attributes = resource.resource.unwrap_or_default().attributes;
             let service = attributes.iter().find(|attribute| attribute.key == "service.name");
             let service = service.map_or_else(String::new, text);
             let of_scopes = resource.scope_spans.into_iter().flat_map(|scope| scope.spans);
-            spans.extend(of_scopes.map(|span| Received { service: service.clone(), span }));
+            seen.spans.extend(of_scopes.map(|span| Received { service: service.clone(), span }));
         }
         Ok(Response::new(ExportTraceServiceResponse::default()))
     }

@@ -1,9 +1,12 @@
 //! Logs on standard error, since standard output belongs to results; traces to a collector.
 
-use std::io::IsTerminal;
+use std::{io::IsTerminal, path::PathBuf};
 
 use lockstep_telemetry::otlp::{self, ExportConfig, Exporting};
+use lockstep_transport::TlsFiles;
 use tracing_subscriber::{EnvFilter, Layer, layer::SubscriberExt, util::SubscriberInitExt};
+
+use crate::tls;
 
 /// Form of a log line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -49,9 +52,19 @@ impl LogSettings {
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Traces")]
 struct TraceSettings {
-    /// OTLP collector that coordinators and workers send traces to over gRPC, such as http://localhost:4317 [default: none]
+    /// OTLP collector that coordinators and workers send traces to over gRPC, such as http://localhost:4317; https:// speaks
+    /// TLS, and OTEL_EXPORTER_OTLP_HEADERS says what a collector demands besides [default: none]
     #[arg(long = "otlp-endpoint", global = true, env = "OTEL_EXPORTER_OTLP_ENDPOINT", value_name = "URL")]
     endpoint: Option<String>,
+    /// Certificates of the authorities that the collector's may come from, PEM [default, with https: the system's]
+    #[arg(long = "otlp-ca", global = true, env = "OTEL_EXPORTER_OTLP_CERTIFICATE", value_name = "FILE")]
+    ca: Option<PathBuf>,
+    /// Certificate to show to a collector that demands one, PEM
+    #[arg(long = "otlp-cert", global = true, env = "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE", value_name = "FILE")]
+    cert: Option<PathBuf>,
+    /// Its private key, PEM
+    #[arg(long = "otlp-key", global = true, env = "OTEL_EXPORTER_OTLP_CLIENT_KEY", value_name = "FILE")]
+    key: Option<PathBuf>,
     /// Share of the requests that are traced, 0 to 1, of those whose client does not say
     #[arg(
         long = "trace-ratio",
@@ -70,7 +83,8 @@ impl TraceSettings {
     fn arguments(&self) -> Vec<String> {
         let endpoint = self.endpoint.iter().map(|endpoint| format!("--otlp-endpoint={endpoint}"));
         let service = self.service.iter().map(|service| format!("--service-name={service}"));
-        endpoint.chain(service).chain([format!("--trace-ratio={}", self.ratio)]).collect()
+        let files = [("otlp-ca", &self.ca), ("otlp-cert", &self.cert), ("otlp-key", &self.key)];
+        endpoint.chain(tls::flags(files)).chain(service).chain([format!("--trace-ratio={}", self.ratio)]).collect()
     }
 
     /// Starts the export of a role, if there is a collector; needs the async runtime.
@@ -80,7 +94,9 @@ impl TraceSettings {
         }
         let Some(endpoint) = self.endpoint.clone().filter(|endpoint| !endpoint.is_empty()) else { return Ok(None) };
         let service = self.service.clone().unwrap_or_else(|| format!("lockstep-{role}"));
-        Ok(Some(otlp::start(&ExportConfig { endpoint, ratio: self.ratio, service })?))
+        let pair = tls::both(("--otlp-cert", self.cert.clone()), ("--otlp-key", self.key.clone()))?;
+        let files = TlsFiles { ca: self.ca.clone(), pair };
+        Ok(Some(otlp::start(&ExportConfig { endpoint, tls: files, ratio: self.ratio, service })?))
     }
 }
 

@@ -40,8 +40,7 @@ impl ServerTlsArgs {
 
     /// The flags that give another process these settings.
     pub fn arguments(&self) -> impl Iterator<Item = String> {
-        let named = [("tls-cert", &self.tls_cert), ("tls-key", &self.tls_key), ("client-ca", &self.client_ca)];
-        named.into_iter().filter_map(|(name, path)| Some(format!("--{name}={}", path.as_ref()?.display())))
+        flags([("tls-cert", &self.tls_cert), ("tls-key", &self.tls_key), ("client-ca", &self.client_ca)])
     }
 }
 
@@ -158,8 +157,16 @@ pub fn of_client(
     Ok((files != TlsFiles::default()).then_some(files))
 }
 
+/// The flags that give another process these files.
+pub fn flags<'a>(named: impl IntoIterator<Item = (&'static str, &'a Option<PathBuf>)>) -> impl Iterator<Item = String> {
+    named.into_iter().filter_map(|(name, path)| Some(format!("--{name}={}", path.as_ref()?.display())))
+}
+
 /// Two settings that are nothing without each other.
-fn both<A, B>(
+///
+/// # Errors
+/// If one of them is set alone.
+pub fn both<A, B>(
     (first_name, first): (&str, Option<A>),
     (second_name, second): (&str, Option<B>),
 ) -> Result<Option<(A, B)>, UsageError> {

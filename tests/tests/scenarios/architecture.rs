@@ -14,7 +14,7 @@ const MAY_KNOW: [(&str, &[&str]); 12] = [
     ("lockstep-proto", &[]),
     ("lockstep-transport", &[]),
     ("lockstep-etcd", &["lockstep-transport"]),
-    ("lockstep-telemetry", &[]),
+    ("lockstep-telemetry", &["lockstep-transport"]),
     ("lockstep-sharding", &["lockstep-formats"]),
     ("lockstep-kernels", &["lockstep-formats"]),
     ("lockstep-model", &["lockstep-formats", "lockstep-sharding"]),

@@ -1,10 +1,14 @@
 //! Traces as an OTLP collector gets them, and the log lines that belong to them.
 
-use std::collections::BTreeMap;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::Path,
+};
 
 use lockstep_proto::v1::generate_request::Input;
 use lockstep_tests::{
     Cluster, Layout,
+    certificates::{Authority, Folder},
     client::{greedy, read_to_end},
     collector::{Collector, Received},
     environment,
@@ -72,6 +76,29 @@ async fn one_request_is_one_trace_through_every_process() {
     check_spans(&spans);
     check_choices(&over_http);
     check_log(&log);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_collector_may_demand_certificates_and_a_key() {
+    let (folder, authority) = (Folder::new().unwrap(), Authority::new().unwrap());
+    let collector = Collector::start_secured(folder.member("collector", &authority).unwrap()).await.unwrap();
+    let ours = folder.member("us", &authority).unwrap();
+    let (Some(ca), Some((cert, key))) = (&ours.ca, &ours.pair) else { panic!("a member without files") };
+    let endpoint = format!("https://{}", collector.address);
+    let variables = [
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", Path::new(&endpoint)),
+        ("OTEL_EXPORTER_OTLP_CERTIFICATE", ca),
+        ("OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE", cert),
+        ("OTEL_EXPORTER_OTLP_CLIENT_KEY", key),
+        ("OTEL_EXPORTER_OTLP_HEADERS", Path::new("authorization=Bearer%20secret")),
+    ];
+    let cluster = Cluster::start_with_environment(Layout::new(1, 1), &variables).unwrap();
+    cluster.client().await.unwrap().generate(greedy(prompt(), NUM_TOKENS)).await.unwrap();
+    let (status, log) = cluster.stop().unwrap();
+    assert!(status.success(), "{log}");
+    let services: BTreeSet<String> = collector.spans().into_iter().map(|received| received.service).collect();
+    assert!(services.contains("lockstep-coordinator") && services.contains("lockstep-worker"), "{services:?}: {log}");
+    assert_eq!(collector.keys().into_iter().collect::<Vec<_>>(), ["Bearer secret"]);
 }
 
 fn check_spans(spans: &[Received]) {
