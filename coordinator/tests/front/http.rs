@@ -45,12 +45,15 @@ pub async fn send_as(
     content_type: &str,
     body: &[u8],
 ) -> TcpStream {
+    let headers = format!("content-type: {content_type}\r\nauthorization: Bearer {key}\r\n");
+    send_with(coordinator, method, path, &headers, body).await
+}
+
+/// The same with these headers, each ended by a line's end.
+async fn send_with(coordinator: &Coordinator, method: &str, path: &str, headers: &str, body: &[u8]) -> TcpStream {
     let mut stream = TcpStream::connect(coordinator.http).await.unwrap();
     let length = body.len();
-    let head = format!(
-        "{method} {path} HTTP/1.0\r\nhost: x\r\ncontent-type: {content_type}\r\ncontent-length: {length}\r\n\
-         authorization: Bearer {key}\r\n\r\n"
-    );
+    let head = format!("{method} {path} HTTP/1.0\r\nhost: x\r\ncontent-length: {length}\r\n{headers}\r\n");
     stream.write_all(head.as_bytes()).await.unwrap();
     // A server that refuses the head does not read the body.
     let _ = stream.write_all(body).await;
@@ -76,4 +79,10 @@ pub async fn get(coordinator: &Coordinator, path: &str) -> Answer {
 /// Posts JSON.
 pub async fn post(coordinator: &Coordinator, path: &str, body: &Value) -> Answer {
     receive(send(coordinator, "POST", path, "application/json", body.to_string().as_bytes()).await).await
+}
+
+/// The same with one more header.
+pub async fn post_with(coordinator: &Coordinator, path: &str, header: (&str, &str), body: &Value) -> Answer {
+    let headers = format!("content-type: application/json\r\n{}: {}\r\n", header.0, header.1);
+    receive(send_with(coordinator, "POST", path, &headers, body.to_string().as_bytes()).await).await
 }

@@ -10,7 +10,7 @@ use tokio::{
 };
 
 use crate::{
-    http::{get, post, receive, send},
+    http::{get, post, post_with, receive, send},
     stub::{Coordinator, MODEL, StubState, StubWorker, cluster, config, eventually},
 };
 
@@ -346,4 +346,36 @@ async fn a_client_that_does_not_read_holds_its_sequences_back() {
     let events = answer.events();
     assert_eq!(events.last(), Some(&json!("DONE")));
     assert_eq!(events.len(), 60 * (1 + 500 + 1) + 1);
+}
+
+#[tokio::test]
+async fn a_client_may_bound_the_whole_answer() {
+    let (coordinator, workers) = start().await;
+    slow(&workers[0].state);
+    let within = |millis: &'static str| ("x-request-timeout-ms", millis);
+    let late = post_with(&coordinator, CHAT, within("200"), &chat(400)).await;
+    assert_eq!((late.status, late.json()["error"]["code"].clone()), (504, json!("deadline")), "{late:?}");
+    // The stream has begun by then: its last event says it, and no [DONE] follows.
+    let stream = with(chat(400), json!({ "stream": true }));
+    let late = post_with(&coordinator, CHAT, within("300"), &stream).await.events();
+    assert!(late.len() > 2 && late.last().unwrap()["error"]["code"] == "deadline", "{late:?}");
+    eventually("the sequences' end", || workers[0].state.num_running.load(Ordering::SeqCst) == 0).await;
+    assert_eq!(post_with(&coordinator, CHAT, within("86400000"), &chat(2)).await.status, 200);
+    for wrong in ["0", "86400001", "-1", "soon"] {
+        let refused = post_with(&coordinator, COMPLETIONS, within(wrong), &json!({ "prompt": "hi" })).await;
+        assert_eq!((refused.status, refused.json()["error"]["param"].clone()), (400, json!("x-request-timeout-ms")));
+    }
+}
+
+#[tokio::test]
+async fn who_asks_again_under_the_same_key_gets_the_same_draws() {
+    let (coordinator, workers) = start().await;
+    let seed = || workers[0].state.last_sequence.lock().unwrap().clone().unwrap().sampling.unwrap().seed.unwrap();
+    let mut answers = Vec::new();
+    for key in ["a", "a", "b"] {
+        let answer = post_with(&coordinator, CHAT, ("Idempotency-Key", key), &chat(3)).await.json();
+        answers.push((answer["id"].as_str().unwrap().to_owned(), seed()));
+    }
+    assert_eq!(answers[0], answers[1]);
+    assert!(answers[0].0 != answers[2].0 && answers[0].1 != answers[2].1, "{answers:?}");
 }

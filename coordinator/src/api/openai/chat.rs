@@ -12,7 +12,7 @@ use super::{
     answer::{Order, Shape, answer},
     error::ApiError,
     json_body, messages,
-    request::{Body, timeout_of},
+    request::{Body, id_of, timeout_of},
 };
 use crate::api::{auth::Caller, http::HttpState};
 
@@ -29,12 +29,11 @@ pub async fn create(
 }
 
 async fn order(request: Request) -> Result<(Order, Chat), ApiError> {
-    let timeout = timeout_of(request.headers())?;
+    let (timeout, id) = (timeout_of(request.headers())?, id_of("chatcmpl", request.headers()));
     let mut body = Body::read(&json_body(request).await?)?;
     let messages = body.messages.take().ok_or_else(|| ApiError::invalid("messages", "is missing"))?;
     let chat = messages::chat(messages)?;
     let top_logprobs = body.chat_logprobs()?;
-    let id = format!("chatcmpl-{}", uuid::Uuid::new_v4().simple());
     let max_tokens = body.max_completion_tokens.or(body.max_tokens);
     let request = body.generate(Input::Chat(chat), max_tokens, top_logprobs, id.clone())?;
     let (samples, delivery) = (body.samples(1)?, body.delivery()?);

@@ -14,7 +14,7 @@ use super::{
     error::ApiError,
     json_body,
     prompt::Prompts,
-    request::{Body, timeout_of},
+    request::{Body, id_of, timeout_of},
 };
 use crate::api::{auth::Caller, http::HttpState, intake::Prepared};
 
@@ -34,7 +34,7 @@ pub async fn create(
 }
 
 async fn order(request: Request) -> Result<(Order, Completion), ApiError> {
-    let timeout = timeout_of(request.headers())?;
+    let (timeout, id) = (timeout_of(request.headers())?, id_of("cmpl", request.headers()));
     let mut body = Body::read(&json_body(request).await?)?;
     let Prompts(prompts) = body.prompt.take().ok_or_else(|| ApiError::invalid("prompt", "is missing"))?;
     if prompts.is_empty() {
@@ -46,7 +46,6 @@ async fn order(request: Request) -> Result<(Order, Completion), ApiError> {
     if is_echo && logprobs.is_some() {
         return Err(ApiError::invalid("echo", "cannot be combined with logprobs: a prompt's are not computed"));
     }
-    let id = format!("cmpl-{}", uuid::Uuid::new_v4().simple());
     let max_tokens = Some(body.max_tokens.unwrap_or(DEFAULT_MAX_TOKENS));
     let texts = prompts.iter().map(|prompt| is_echo.then(|| text_of(prompt))).collect();
     let request = |(index, input)| {

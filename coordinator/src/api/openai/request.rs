@@ -10,11 +10,14 @@ use lockstep_proto::{
     v1::{self, generate_request::Input},
 };
 use serde::Deserialize;
+use sha2::{Digest, Sha256};
 
 use super::{error::ApiError, messages::Message, prompt::Prompts, texts::Texts, unserved::FirstUnserved};
 
 /// A client's deadline for the whole answer, milliseconds.
 const REQUEST_TIMEOUT: &str = "x-request-timeout-ms";
+/// A client's name for a request, the same when it tries again.
+const IDEMPOTENCY_KEY: &str = "idempotency-key";
 /// Most choices of a request: prompts times `n`.
 pub const MAX_CHOICES: usize = 128;
 
@@ -213,6 +216,19 @@ pub fn timeout_of(headers: &HeaderMap) -> Result<Option<Duration>, ApiError> {
     let millis = millis.filter(|millis| (1..=86_400_000).contains(millis));
     let refuse = || ApiError::invalid(REQUEST_TIMEOUT, format!("is {value:?}, allowed are 1 to 86400000"));
     millis.map(|millis| Some(Duration::from_millis(millis))).ok_or_else(refuse)
+}
+
+/// The id of an answer. Where a client names its request (`idempotency-key`) it follows from that name, and with it the
+/// draws: the same request under the same key has the same answer, whichever coordinator and replica gives it.
+pub fn id_of(kind: &str, headers: &HeaderMap) -> String {
+    let id = match headers.get(IDEMPOTENCY_KEY) {
+        None => uuid::Uuid::new_v4().as_u128(),
+        Some(key) => {
+            let digest: [u8; 32] = Sha256::digest(key.as_bytes()).into();
+            digest.first_chunk().map_or(0, |first| u128::from_be_bytes(*first))
+        }
+    };
+    format!("{kind}-{id:032x}")
 }
 
 fn within(field: &str, count: u32) -> Result<u32, ApiError> {
