@@ -19,7 +19,7 @@ use crate::{
     stream::Stream,
 };
 
-/// Most connections of a port; further ones wait in the listener's queue.
+/// Most connections of a port, unless it is told; further ones wait in the listener's queue.
 const MAX_CONNECTIONS: usize = 10_000;
 /// Most handshakes at once; further connections wait in the listener's queue.
 const MAX_HANDSHAKES: usize = 1024;
@@ -58,7 +58,12 @@ pub struct Incoming {
 impl Incoming {
     /// Lets them in through `gate`.
     pub fn new(listener: TcpListener, gate: Gate) -> Self {
-        Self { listener, gate, handshakes: JoinSet::new(), slots: Arc::new(Semaphore::new(MAX_CONNECTIONS)) }
+        Self::limited(listener, gate, MAX_CONNECTIONS)
+    }
+
+    /// The same, at most so many at once.
+    pub fn limited(listener: TcpListener, gate: Gate, max_connections: usize) -> Self {
+        Self { listener, gate, handshakes: JoinSet::new(), slots: Arc::new(Semaphore::new(max_connections)) }
     }
 
     /// The next connection whose handshake is done. May be dropped and called again.

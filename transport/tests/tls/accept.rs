@@ -89,6 +89,23 @@ async fn members_and_clients_share_a_port() {
 }
 
 #[tokio::test]
+async fn connections_beyond_the_limit_wait_for_a_place() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let mut incoming = Incoming::limited(listener, Gate::Http(None), 2);
+    let mut clients = Vec::new();
+    for _ in 0..3 {
+        clients.push(TcpStream::connect(address).await.unwrap());
+    }
+    let (first, _second) = (incoming.next().await, incoming.next().await);
+    let third = tokio::time::timeout(Duration::from_millis(300), incoming.next()).await;
+    assert!(third.is_err(), "there is no place for it");
+    drop(first);
+    let third = tokio::time::timeout(Duration::from_secs(10), incoming.next()).await.expect("a place is free");
+    assert_eq!(third.peer.address, clients[2].local_addr().unwrap());
+}
+
+#[tokio::test]
 async fn a_party_without_tls_comes_in_clear_text() {
     let parties = Parties::new();
     let address = serve(Gate::Both(None, Some(parties.member("a", &parties.ours)))).await;
