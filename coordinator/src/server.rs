@@ -9,7 +9,7 @@ use lockstep_transport::{
     Incoming, Outbound,
     http::{self as http_server, HttpLimits},
 };
-use tokio::{net::TcpListener, task::JoinHandle};
+use tokio::{net::TcpListener, sync::oneshot, task::JoinHandle};
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, service::Routes, transport::Server};
 
@@ -54,7 +54,7 @@ pub async fn run(
     // However this function is left, the tasks that it started end.
     let _closing_guard = closing.clone().drop_guard();
     security.follow_files(&closing);
-    let cluster = Cluster::start(&config, security.outbound(), &closing)?;
+    let cluster = Cluster::start(&config, security.outbound(), &tenants, &closing)?;
     let planner_config = PlannerConfig {
         model: config.model.clone(),
         plan_options: config.plan_options,
@@ -126,8 +126,13 @@ pub async fn run(
         tracing::warn!(num_running = admission.num_running(), "requests were cut off: the drain took too long");
     }
     closing.cancel();
-    close(grpc_server).await;
-    close(http_server).await;
+    // With etcd, what was used last is told, and the lease given back, so that nobody need wait for its end.
+    let left = async {
+        if let Some(ended) = cluster.ended {
+            let _ = tokio::time::timeout(CLOSE_TIMEOUT, ended).await;
+        }
+    };
+    tokio::join!(close(grpc_server), close(http_server), left);
     // It ends with `closing`; only a panic could be reported here.
     let _ = reports_task.await;
     Ok(())
@@ -139,6 +144,8 @@ struct Cluster {
     store: Option<Arc<dyn PlanStore>>,
     /// Where workers register with the only coordinator.
     registration: Option<RegistrationService>,
+    /// Fails when etcd was left.
+    ended: Option<oneshot::Receiver<()>>,
 }
 
 impl Cluster {
@@ -149,6 +156,7 @@ impl Cluster {
     fn start(
         config: &CoordinatorConfig,
         outbound: Outbound,
+        tenants: &Tenants,
         closing: &CancellationToken,
     ) -> Result<Self, CoordinatorError> {
         match &config.etcd {
@@ -156,14 +164,19 @@ impl Cluster {
                 let registry = MemoryRegistry::default();
                 let registration =
                     RegistrationService { registry: registry.clone(), lease: config.lease, closing: closing.clone() };
-                Ok(Self { registry: Arc::new(registry), store: None, registration: Some(registration) })
+                Ok(Self { registry: Arc::new(registry), store: None, registration: Some(registration), ended: None })
             }
             #[cfg(feature = "etcd")]
             Some(settings) => {
-                let (id, settings) = (config.coordinator_id.clone(), settings.clone());
-                let registry =
-                    crate::cluster::EtcdRegistry::start(id, settings, config.lease, outbound, closing.clone())?;
-                Ok(Self { store: Some(registry.clone()), registry, registration: None })
+                let joining = crate::cluster::Joining {
+                    id: config.coordinator_id.clone(),
+                    settings: settings.clone(),
+                    silence: config.lease,
+                    outbound,
+                    tenants: tenants.clone(),
+                };
+                let (registry, ended) = crate::cluster::EtcdRegistry::start(joining, closing.clone())?;
+                Ok(Self { store: Some(registry.clone()), registry, registration: None, ended: Some(ended) })
             }
             #[cfg(not(feature = "etcd"))]
             Some(_) => Err(CoordinatorError::Server {

@@ -41,6 +41,30 @@ impl Keys {
     pub fn plan(&self) -> String {
         format!("{}plan", self.prefix)
     }
+
+    /// What the requests of a coordinator's session hold of tenants' limits, a `LimitUse` that goes with its lease.
+    pub fn limit_use(&self, session: u64) -> String {
+        format!("{}limits/use/{session:016x}", self.prefix)
+    }
+
+    /// The session whose `LimitUse` `key` is.
+    pub fn limit_use_of(&self, key: &str) -> Option<u64> {
+        self.session_of(key, "limits/use/")
+    }
+
+    /// What was spent of tenants' budgets through a coordinator's session, a `BudgetUse` that outlives it.
+    pub fn budget_use(&self, session: u64) -> String {
+        format!("{}limits/budget/{session:016x}", self.prefix)
+    }
+
+    /// The session whose `BudgetUse` `key` is.
+    pub fn budget_use_of(&self, key: &str) -> Option<u64> {
+        self.session_of(key, "limits/budget/")
+    }
+
+    fn session_of(&self, key: &str, kind: &str) -> Option<u64> {
+        u64::from_str_radix(key.strip_prefix(&self.prefix)?.strip_prefix(kind)?, 16).ok()
+    }
 }
 
 #[cfg(test)]
@@ -53,5 +77,8 @@ mod tests {
         assert_eq!(keys.worker_of(&keys.worker("a/b")), Some("a/b"));
         assert_eq!(keys.worker_of(&keys.plan()), None);
         assert_eq!(keys.worker_of("/lockstep2/workers/a"), None);
+        assert_eq!(keys.limit_use_of(&keys.limit_use(7)), Some(7));
+        assert_eq!(keys.budget_use_of(&keys.budget_use(u64::MAX)), Some(u64::MAX));
+        assert_eq!(keys.budget_use_of(&keys.limit_use(7)), None);
     }
 }

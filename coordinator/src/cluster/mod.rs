@@ -10,7 +10,7 @@ pub mod registration;
 pub mod store;
 
 #[cfg(feature = "etcd")]
-pub use etcd::EtcdRegistry;
+pub use etcd::{EtcdRegistry, Joining};
 pub use memory::MemoryRegistry;
 pub use store::PlanStore;
 

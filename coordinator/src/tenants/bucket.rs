@@ -43,6 +43,14 @@ impl Bucket {
         self.level = (self.level + num_taken as f64 - num_used as f64).min(self.per_minute as f64);
     }
 
+    /// Takes what other coordinators took, whether it is there or not, but not more at once than a minute's worth: of a time
+    /// in which they could not be heard no longer debt is left.
+    pub fn take_elsewhere(&mut self, num_tokens: i64, now: Instant) {
+        self.fill(now);
+        let most = self.per_minute as f64;
+        self.level = (self.level - (num_tokens as f64).clamp(-most, most)).min(most);
+    }
+
     /// Changes the rate; what was used stays used.
     pub fn set_rate(&mut self, per_minute: u64, now: Instant) {
         self.fill(now);
@@ -84,6 +92,20 @@ mod tests {
         let taken = bucket.take(1500, later).unwrap();
         bucket.settle(taken, 1500, later);
         assert_eq!(bucket.take(1, later), Err(Duration::from_millis(90_100)));
+    }
+
+    #[test]
+    fn what_others_take_is_gone_and_may_be_owed() {
+        let now = Instant::now();
+        let mut bucket = Bucket::new(600, now);
+        bucket.take_elsewhere(400, now);
+        assert_eq!(bucket.take(200, now), Ok(200));
+        bucket.take_elsewhere(60, now);
+        assert_eq!(bucket.take(60, now), Err(Duration::from_secs(12)));
+        bucket.take_elsewhere(-90, now);
+        assert_eq!(bucket.take(30, now), Ok(30));
+        bucket.take_elsewhere(1_000_000, now);
+        assert_eq!(bucket.take(1, now), Err(Duration::from_millis(60_100)));
     }
 
     #[test]

@@ -2,15 +2,16 @@
 //!
 //! - [`mod@file`]: the tenants' file. [`key`]: API keys and their hashes.
 //! - [`tenant`]: one tenant's limits and what it uses of them. [`bucket`], [`budget`]: tokens by the minute and in all.
-//! - [`reload`]: the file again, when it changes.
+//! - [`reload`]: the file again, when it changes. [`elsewhere`]: what tenants use through other coordinators.
 //!
 //! Invariants: without a file everything is the tenant [`DEFAULT`] and open; with one nothing is served without a key that
-//! it lists, and keys are compared in constant time by their hashes alone. Limits are those of this coordinator: others
-//! count for themselves.
+//! it lists, and keys are compared in constant time by their hashes alone. A request is admitted by what is known here: what
+//! others have said of themselves is part of that.
 //! Not here: fairness between those who were admitted (the engine, where the sequences of all coordinators meet).
 
 pub mod bucket;
 pub mod budget;
+pub mod elsewhere;
 pub mod file;
 pub mod key;
 pub mod reload;
@@ -25,6 +26,7 @@ use std::{
     },
 };
 
+use lockstep_proto::v1;
 use subtle::{ConditionallySelectable, ConstantTimeEq};
 
 pub use self::tenant::{Entry, Tenant};
@@ -112,6 +114,16 @@ impl Tenants {
     pub fn share(&self, tenant: &Tenant, total: usize) -> usize {
         let weights: usize = self.table().tenants.values().map(|tenant| tenant.weight() as usize).sum();
         (total.saturating_mul(tenant.weight() as usize) / weights.max(1)).max(1)
+    }
+
+    /// What this coordinator has said of its tenants' budgets, and another one counts from now on.
+    pub fn hand_over(&self, said: &v1::BudgetUse) {
+        let table = self.table();
+        for spent in &said.tenants {
+            if let Some(tenant) = table.tenants.get(&spent.tenant) {
+                tenant.hand_over(spent);
+            }
+        }
     }
 
     /// Puts other tenants in force; those that stay keep what they used.

@@ -10,7 +10,12 @@ use std::{
 use lockstep_proto::v1;
 use tokio::time::Instant;
 
-use super::{bucket::Bucket, budget::Budget, file::TenantSpec};
+use super::{
+    bucket::Bucket,
+    budget::{Budget, Spent},
+    elsewhere::Elsewhere,
+    file::TenantSpec,
+};
 use crate::error::RequestError;
 
 /// Somebody who may use this coordinator.
@@ -24,16 +29,19 @@ pub struct Tenant {
 struct State {
     spec: TenantSpec,
     num_running: usize,
+    num_running_elsewhere: u64,
     bucket: Option<Bucket>,
+    /// Out of the bucket by this coordinator's requests, less what they gave back.
+    num_taken: i64,
     budget: Budget,
 }
 
-/// What a tenant uses now.
+/// What a tenant uses of this coordinator now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TenantUse {
     /// Requests that run.
     pub num_running: usize,
-    /// Tokens left of the budget, if there is one.
+    /// Tokens left of the budget, if there is one, after what all coordinators use.
     pub budget_left: Option<u64>,
 }
 
@@ -42,7 +50,9 @@ impl Tenant {
     pub fn new(spec: TenantSpec) -> Self {
         let bucket = spec.tokens_per_minute.map(|per_minute| Bucket::new(per_minute, Instant::now()));
         let name = Arc::from(spec.name.as_str());
-        Self { name, state: Mutex::new(State { spec, num_running: 0, bucket, budget: Budget::default() }) }
+        let budget = Budget::default();
+        let state = State { spec, num_running: 0, num_running_elsewhere: 0, bucket, num_taken: 0, budget };
+        Self { name, state: Mutex::new(state) }
     }
 
     /// Its name.
@@ -83,11 +93,47 @@ impl Tenant {
     /// [`RequestError::TenantBusy`] if as many run as may.
     pub fn enter(self: &Arc<Self>) -> Result<Entry, RequestError> {
         let mut state = self.state();
-        if let Some(limit) = state.spec.max_concurrent.filter(|limit| state.num_running >= *limit) {
+        let num_running = state.num_running_elsewhere.saturating_add(state.num_running as u64);
+        if let Some(limit) = state.spec.max_concurrent.filter(|limit| num_running >= *limit as u64) {
             return Err(RequestError::TenantBusy { limit });
         }
         state.num_running += 1;
-        Ok(Entry { tenant: Arc::clone(self), num_taken: 0, num_reserved: 0, num_used: 0 })
+        Ok(Entry { tenant: Arc::clone(self), num_taken: 0, num_reserved: 0, num_used: 0, num_settled: 0 })
+    }
+
+    /// What other coordinators have to know of it: of its requests here, and of its budget. `None` without limits.
+    pub(super) fn report(&self) -> Option<(v1::TenantLimitUse, v1::TenantBudgetUse)> {
+        let mut state = self.state();
+        let State { spec, num_running, num_taken, budget, .. } = &mut *state;
+        if spec.max_concurrent.is_none() && spec.tokens_per_minute.is_none() && spec.token_budget.is_none() {
+            return None;
+        }
+        let spent = budget.spent(spec.budget_period(), SystemTime::now());
+        let held = v1::TenantLimitUse {
+            tenant: self.name.to_string(),
+            num_running: *num_running as u64,
+            reserved_tokens: budget.num_reserved(),
+            taken_tokens: *num_taken,
+        };
+        let Spent { num_tokens: spent_tokens, renewed_at_ms } = spent;
+        Some((held, v1::TenantBudgetUse { tenant: self.name.to_string(), spent_tokens, renewed_at_ms }))
+    }
+
+    /// Takes in what other coordinators use of its limits.
+    pub(super) fn set_elsewhere(&self, elsewhere: Elsewhere) {
+        let (now, mut state) = (Instant::now(), self.state());
+        state.num_running_elsewhere = elsewhere.num_running;
+        state.budget.set_elsewhere(elsewhere.spent, elsewhere.num_reserved);
+        if let Some(bucket) = &mut state.bucket {
+            bucket.take_elsewhere(elsewhere.num_taken, now);
+        }
+    }
+
+    /// What was spent here and is counted elsewhere from now on.
+    pub(super) fn hand_over(&self, spent: &v1::TenantBudgetUse) {
+        let mut state = self.state();
+        let State { spec, budget, .. } = &mut *state;
+        budget.hand_over(Spent::of(spent), spec.budget_period(), SystemTime::now());
     }
 
     /// Puts what the file says now in force.
@@ -114,6 +160,8 @@ pub struct Entry {
     /// Of the budget.
     num_reserved: u64,
     num_used: u64,
+    /// What of that the budget has paid.
+    num_settled: u64,
 }
 
 impl Entry {
@@ -128,7 +176,7 @@ impl Entry {
     /// [`RequestError::TokenRate`], [`RequestError::TokenBudget`].
     pub fn reserve(&mut self, num_tokens: u64) -> Result<(), RequestError> {
         let (now, mut state) = (Instant::now(), self.tenant.state());
-        let State { spec, bucket, budget, .. } = &mut *state;
+        let State { spec, bucket, num_taken, budget, .. } = &mut *state;
         if let Some(limit) = spec.token_budget {
             budget.reserve(limit, spec.budget_period(), num_tokens, SystemTime::now()).map_err(|exhausted| {
                 RequestError::TokenBudget {
@@ -141,7 +189,9 @@ impl Entry {
         }
         if let (Some(bucket), Some(per_minute)) = (bucket, spec.tokens_per_minute) {
             let refused = |retry_after| RequestError::TokenRate { needed: num_tokens, per_minute, retry_after };
-            self.num_taken += bucket.take(num_tokens, now).map_err(refused)?;
+            let taken = bucket.take(num_tokens, now).map_err(refused)?;
+            self.num_taken += taken;
+            *num_taken = num_taken.saturating_add_unsigned(taken);
         }
         Ok(())
     }
@@ -149,6 +199,13 @@ impl Entry {
     /// Counts tokens that the request has used.
     pub fn count(&mut self, num_tokens: u64) {
         self.num_used += num_tokens;
+        // A budget pays while the request runs, so that other coordinators know of it should this one end.
+        if self.num_reserved > 0 {
+            let num_covered = num_tokens.min(self.num_reserved);
+            self.tenant.state().budget.settle(num_covered, num_tokens);
+            self.num_reserved -= num_covered;
+            self.num_settled += num_tokens;
+        }
     }
 }
 
@@ -156,9 +213,11 @@ impl Drop for Entry {
     fn drop(&mut self) {
         let (now, mut state) = (Instant::now(), self.tenant.state());
         state.num_running -= 1;
-        state.budget.settle(self.num_reserved, self.num_used);
-        if let Some(bucket) = &mut state.bucket {
+        state.budget.settle(self.num_reserved, self.num_used - self.num_settled);
+        let State { bucket, num_taken, .. } = &mut *state;
+        if let Some(bucket) = bucket {
             bucket.settle(self.num_taken, self.num_used, now);
+            *num_taken = num_taken.saturating_add_unsigned(self.num_used).saturating_sub_unsigned(self.num_taken);
         }
     }
 }

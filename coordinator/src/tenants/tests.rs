@@ -2,14 +2,14 @@ use std::time::Duration;
 
 use super::{tenant::TenantUse, *};
 
-fn text(tenants: &[(&str, &str, &str)]) -> String {
+pub(super) fn text(tenants: &[(&str, &str, &str)]) -> String {
     let one = |(name, key, rest): &(&str, &str, &str)| {
         format!("[[tenant]]\nname = \"{name}\"\nkey_sha256 = [\"{}\"]\n{rest}\n", KeyHash::of(key.as_bytes()))
     };
     tenants.iter().map(one).collect()
 }
 
-fn tenants(text: &str) -> Tenants {
+pub(super) fn tenants(text: &str) -> Tenants {
     let table = Table::of(file::parse(text).unwrap(), &BTreeMap::new());
     Tenants::with(table)
 }

@@ -111,7 +111,12 @@ async fn an_order_waits_for_the_devices_that_it_needs() {
 async fn parts_that_nobody_wants_are_unloaded() {
     let (coordinator, _workers) = cluster(1, config("tensor=1", 1)).await;
     let restarted = StubWorker::start("w1", coordinator.grpc).await;
-    let left = v1::UnloadReplicaRequest { model: "of an earlier coordinator".into(), plan_epoch: 7, replica: 1, leader_term: 0 };
+    let left = v1::UnloadReplicaRequest {
+        model: "of an earlier coordinator".into(),
+        plan_epoch: 7,
+        replica: 1,
+        leader_term: 0,
+    };
     let own = v1::UnloadReplicaRequest { model: "stub-model".into(), ..left.clone() };
     restarted.state.held.lock().unwrap().extend([left, own]);
     eventually("unloading the parts", || restarted.state.unloads.lock().unwrap().len() == 2).await;

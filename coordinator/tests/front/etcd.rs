@@ -18,13 +18,14 @@ fn settings(etcd: &Etcd) -> EtcdSettings {
     EtcdSettings::new(&etcd.endpoints(), "/test", TlsFiles::default()).unwrap()
 }
 
-fn shared(etcd: &Etcd, name: &str, policy: &str, min_workers: usize) -> CoordinatorConfig {
+pub fn shared(etcd: &Etcd, name: &str, policy: &str, min_workers: usize) -> CoordinatorConfig {
     CoordinatorConfig { coordinator_id: name.to_owned(), etcd: Some(settings(etcd)), ..config(policy, min_workers) }
 }
 
-/// A stub whose key is in etcd as long as this lives, and is written again when its lease was lost.
-struct Registered {
-    stub: StubWorker,
+/// A stub worker whose key is in etcd as long as this lives, and is written again when its lease was lost.
+pub struct Registered {
+    /// The stub.
+    pub stub: StubWorker,
     registration: JoinHandle<()>,
 }
 
@@ -35,7 +36,7 @@ impl Drop for Registered {
 }
 
 impl Registered {
-    async fn start(worker_id: &str, etcd: &Etcd) -> Self {
+    pub async fn start(worker_id: &str, etcd: &Etcd) -> Self {
         let (stub, hello) = StubWorker::serve(worker_id, None).await;
         let settings = settings(etcd);
         let entry = v1::WorkerEntry { hello: Some(hello), session: stub.state.session };
@@ -104,6 +105,10 @@ async fn a_worker_is_found_and_lost_and_replaced() {
     let got = collect(stream).await.unwrap();
     let script = "hello world ".repeat(25);
     assert!(script.ends_with(&got.text) && got.text.len() >= 299, "{got:?}");
+    // Who ends leads no more at once: the next one need not wait for the lease.
+    coordinator.shutdown.cancel();
+    coordinator.ended.await.unwrap().unwrap();
+    assert_eq!(etcd.control(&["get", "/test/leader", "--keys-only"]).unwrap(), "");
 }
 
 #[tokio::test]
@@ -162,7 +167,10 @@ async fn any_coordinator_serves_and_obeys_and_the_next_leads_on() {
     second.wait_ready(true).await;
     assert_eq!(kept.num_unloads(), num_unloads + 1);
     let terms = kept.stub.state.loads.lock().unwrap().iter().map(|load| load.leader_term).collect::<Vec<_>>();
-    assert!(terms[0] > 0 && terms.is_sorted() && terms.last() > terms.first(), "each leader has a later term: {terms:?}");
+    assert!(
+        terms[0] > 0 && terms.is_sorted() && terms.last() > terms.first(),
+        "each leader has a later term: {terms:?}"
+    );
     assert!(model(&second).await.unwrap().plan_epoch > plans.0);
 }
 

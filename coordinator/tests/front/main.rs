@@ -16,6 +16,8 @@ mod liveness;
 mod openai;
 mod resume;
 mod routing;
+#[cfg(feature = "etcd")]
+mod shared_limits;
 mod slow_readers;
 mod tenants;
 mod tls;

@@ -13,7 +13,7 @@ use crate::{
 };
 
 /// A tenants' file; it goes with the test.
-struct File(PathBuf);
+pub struct File(pub PathBuf);
 
 impl Drop for File {
     fn drop(&mut self) {
@@ -21,25 +21,37 @@ impl Drop for File {
     }
 }
 
-/// A coordinator that serves tenants, each with its name as its key.
-async fn cluster(tenants: &[(&str, &str)], max_concurrent_requests: usize) -> (Coordinator, StubWorker, File) {
+/// Tenants with these limits, each with its name as its key.
+pub fn file(tenants: &[(&str, &str)]) -> File {
     let one = |(name, rest): &(&str, &str)| {
         format!("[[tenant]]\nname = \"{name}\"\nkey_sha256 = [\"{}\"]\n{rest}\n", KeyHash::of(name.as_bytes()))
     };
     let path = std::env::temp_dir().join(format!("lockstep-front-{}.toml", uuid::Uuid::new_v4()));
     std::fs::write(&path, tenants.iter().map(one).collect::<String>()).unwrap();
-    let mut config = stub::config("tensor=1", 1);
-    config.tenants_file = Some(path.clone());
-    config.max_concurrent_requests = max_concurrent_requests;
-    let coordinator = Coordinator::start(config).await;
-    let worker = StubWorker::start("w0", coordinator.grpc).await;
+    File(path)
+}
+
+/// Waits until the model serves, which no key is needed to know.
+pub async fn wait_ready(coordinator: &Coordinator) {
     for _ in 0..500 {
-        if get(&coordinator, "/readyz").await.status == 200 {
-            return (coordinator, worker, File(path));
+        if get(coordinator, "/readyz").await.status == 200 {
+            return;
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     panic!("the model does not become ready");
+}
+
+/// A coordinator that serves tenants.
+async fn cluster(tenants: &[(&str, &str)], max_concurrent_requests: usize) -> (Coordinator, StubWorker, File) {
+    let file = file(tenants);
+    let mut config = stub::config("tensor=1", 1);
+    config.tenants_file = Some(file.0.clone());
+    config.max_concurrent_requests = max_concurrent_requests;
+    let coordinator = Coordinator::start(config).await;
+    let worker = StubWorker::start("w0", coordinator.grpc).await;
+    wait_ready(&coordinator).await;
+    (coordinator, worker, file)
 }
 
 fn with_key<T>(key: &str, message: T) -> Request<T> {
@@ -48,7 +60,7 @@ fn with_key<T>(key: &str, message: T) -> Request<T> {
     request
 }
 
-async fn generate(
+pub async fn generate(
     coordinator: &Coordinator,
     key: &str,
     max_tokens: u32,
@@ -57,7 +69,7 @@ async fn generate(
     Ok(coordinator.inference().await.generate(request).await?.into_inner())
 }
 
-async fn complete(coordinator: &Coordinator, key: &str, max_tokens: u32) -> Answer {
+pub async fn complete(coordinator: &Coordinator, key: &str, max_tokens: u32) -> Answer {
     let body = json!({"prompt": "hi", "max_tokens": max_tokens}).to_string();
     let stream = send_as(coordinator, key, "POST", "/v1/completions", "application/json", body.as_bytes()).await;
     receive(stream).await

@@ -226,7 +226,12 @@ impl Worker for StubService {
     ) -> Result<Response<Self::RunSequenceStream>, Status> {
         let request = request.into_inner();
         let v1::RunSequenceRequest { model, plan_epoch, replica, .. } = request.clone();
-        if !self.0.held.lock().unwrap().contains(&v1::UnloadReplicaRequest { model, plan_epoch, replica, leader_term: 0 }) {
+        if !self.0.held.lock().unwrap().contains(&v1::UnloadReplicaRequest {
+            model,
+            plan_epoch,
+            replica,
+            leader_term: 0,
+        }) {
             return Err(Class::StaleEpoch.status("not held on 10.0.0.1"));
         }
         if let Some(class) = self.0.refusal.lock().unwrap().take() {

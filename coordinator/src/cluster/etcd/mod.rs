@@ -1,6 +1,7 @@
 //! The registry in etcd: for any number of coordinators.
 //!
 //! - [`session`]: connection, lease, election, list and watch, writes; on a thread of its own. [`view`]: what was read.
+//!   [`uses`]: what tenants use through each coordinator.
 //! - [`heartbeats`]: the workers that were found there, as each tells of itself.
 //!
 //! Invariants: etcd says which workers there are and where, their own heartbeats say whether they live; so nothing that
@@ -9,6 +10,7 @@
 
 mod heartbeats;
 mod session;
+mod uses;
 mod view;
 
 use std::{sync::Arc, time::Duration};
@@ -19,12 +21,17 @@ use lockstep_transport::Outbound;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
-use self::{heartbeats::Heartbeats, session::Session, view::Entries};
+use self::{
+    heartbeats::Heartbeats,
+    session::{Ends, Session},
+    uses::Uses,
+    view::Entries,
+};
 use super::{
     Registry, Workers,
     store::{Link, PlanStore, StoreError, StoreState, Write},
 };
-use crate::CoordinatorError;
+use crate::{CoordinatorError, tenants::Tenants};
 
 /// Writes that wait for the session.
 const WRITE_QUEUE: usize = 16;
@@ -39,28 +46,40 @@ pub struct EtcdRegistry {
     writes: mpsc::Sender<(Write, Reply)>,
 }
 
+/// Who joins the others, and how.
+pub struct Joining {
+    /// Id of this coordinator.
+    pub id: String,
+    /// Where etcd answers.
+    pub settings: EtcdSettings,
+    /// A worker whose heartbeats fail for so long is lost.
+    pub silence: Duration,
+    /// How workers are reached.
+    pub outbound: Outbound,
+    /// Whose limits the coordinators hold together.
+    pub tenants: Tenants,
+}
+
 impl EtcdRegistry {
-    /// Starts to read etcd and to follow the workers there; ends when `closing` fires. A worker whose heartbeats fail for
-    /// `silence` is lost; `outbound` is how they are reached. Needs the async runtime.
+    /// Starts to read etcd and to follow the workers there; ends when `closing` fires, and what is returned beside it fails
+    /// when that is done. Needs the async runtime.
     ///
     /// # Errors
     /// [`CoordinatorError::Server`] if no thread can be started.
     pub fn start(
-        id: String,
-        settings: EtcdSettings,
-        silence: Duration,
-        outbound: Outbound,
+        joining: Joining,
         closing: CancellationToken,
-    ) -> Result<Arc<Self>, CoordinatorError> {
+    ) -> Result<(Arc<Self>, oneshot::Receiver<()>), CoordinatorError> {
+        let Joining { id, settings, silence, outbound, tenants } = joining;
         let state = watch::Sender::new(StoreState::new());
         let entries = watch::Sender::new(Entries::default());
         let workers = watch::Sender::new(Workers::default());
-        let (writes, receiver) = mpsc::channel(WRITE_QUEUE);
-        let registry = Self { id: id.clone(), workers: workers.subscribe(), state: state.subscribe(), writes };
+        let (sender, writes) = mpsc::channel(WRITE_QUEUE);
+        let registry = Self { id: id.clone(), workers: workers.subscribe(), state: state.subscribe(), writes: sender };
         let heartbeats = Heartbeats::new(entries.subscribe(), workers, silence, outbound);
         tokio::spawn(heartbeats.follow(closing.clone()));
-        Session::new(id, settings, state, entries, receiver).start(closing)?;
-        Ok(Arc::new(registry))
+        let ended = Session::new(id, settings, Uses::new(tenants), Ends { state, entries, writes }).start(closing)?;
+        Ok((Arc::new(registry), ended))
     }
 }
 
@@ -105,8 +124,14 @@ mod tests {
 
     fn start(etcd: &Etcd, id: &str, closing: &CancellationToken) -> Arc<EtcdRegistry> {
         let settings = EtcdSettings::new(&etcd.endpoints(), "/test", TlsFiles::default()).unwrap();
-        EtcdRegistry::start(id.to_owned(), settings, Duration::from_secs(2), Outbound::ClearText, closing.clone())
-            .unwrap()
+        let joining = Joining {
+            id: id.to_owned(),
+            settings,
+            silence: Duration::from_secs(2),
+            outbound: Outbound::ClearText,
+            tenants: Tenants::open(None).unwrap(),
+        };
+        EtcdRegistry::start(joining, closing.clone()).unwrap().0
     }
 
     async fn until(registry: &EtcdRegistry, condition: impl Fn(&StoreState) -> bool) -> StoreState {

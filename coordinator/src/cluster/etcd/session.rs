@@ -13,13 +13,14 @@ use lockstep_etcd::{
 use lockstep_proto::{MAX_MESSAGE_BYTES, Message};
 use rand::Rng;
 use tokio::{
-    sync::{mpsc, watch},
+    sync::{mpsc, oneshot, watch},
     time::Instant,
 };
 use tokio_util::sync::CancellationToken;
 
 use super::{
     Reply,
+    uses::Uses,
     view::{self, Entries},
 };
 use crate::{
@@ -31,6 +32,8 @@ use crate::{
 const TTL: Duration = Duration::from_secs(4);
 /// Between two renewals.
 const PERIOD: Duration = Duration::from_secs(1);
+/// Between two words of what tenants use here.
+const USES_PERIOD: Duration = Duration::from_millis(500);
 /// Longest wait between two rounds over the endpoints; half of it at least.
 const BACKOFF: Duration = Duration::from_millis(500);
 
@@ -42,32 +45,43 @@ pub struct Session {
     state: watch::Sender<StoreState>,
     entries: watch::Sender<Entries>,
     writes: mpsc::Receiver<(Write, Reply)>,
+    uses: Uses,
     lease_id: Option<i64>,
+}
+
+/// What connects it with the rest of the process.
+pub struct Ends {
+    /// What is known of etcd.
+    pub state: watch::Sender<StoreState>,
+    /// The workers that are registered there.
+    pub entries: watch::Sender<Entries>,
+    /// What is to be written.
+    pub writes: mpsc::Receiver<(Write, Reply)>,
 }
 
 impl Session {
     /// Not connected yet.
-    pub fn new(
-        id: String,
-        settings: EtcdSettings,
-        state: watch::Sender<StoreState>,
-        entries: watch::Sender<Entries>,
-        writes: mpsc::Receiver<(Write, Reply)>,
-    ) -> Self {
+    pub fn new(id: String, settings: EtcdSettings, uses: Uses, ends: Ends) -> Self {
+        let Ends { state, entries, writes } = ends;
         let first = rand::rng().random_range(0..settings.endpoints.len().max(1));
         let endpoints = Endpoints::new(&settings, first);
-        Self { id, keys: settings.keys(), endpoints, state, entries, writes, lease_id: None }
+        Self { id, keys: settings.keys(), endpoints, state, entries, writes, uses, lease_id: None }
     }
 
-    /// Runs it on a thread until `closing` fires.
+    /// Runs it on a thread until `closing` fires, then says what is left to say; what is returned fails when it has ended.
     ///
     /// # Errors
     /// [`CoordinatorError::Server`] if the thread or its runtime cannot be started.
-    pub fn start(mut self, closing: CancellationToken) -> Result<(), CoordinatorError> {
+    pub fn start(mut self, closing: CancellationToken) -> Result<oneshot::Receiver<()>, CoordinatorError> {
         let failed = |error: std::io::Error| CoordinatorError::Server { server: "etcd", reason: error.to_string() };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
-        let run = move || runtime.block_on(self.run(&closing));
-        std::thread::Builder::new().name("etcd".to_owned()).spawn(run).map(drop).map_err(failed)
+        let (end, ended) = oneshot::channel();
+        let run = move || {
+            runtime.block_on(self.run(&closing));
+            drop(end);
+        };
+        std::thread::Builder::new().name("etcd".to_owned()).spawn(run).map_err(failed)?;
+        Ok(ended)
     }
 
     async fn run(&mut self, closing: &CancellationToken) {
@@ -95,6 +109,7 @@ impl Session {
         } else {
             tracing::info!(%error, "the session with etcd ended");
         }
+        self.uses.lose();
         let reason = error.to_string();
         self.state.send_modify(|state| {
             let since = match &state.link {
@@ -129,6 +144,8 @@ impl Session {
         }
         let mut renewals = tokio::time::interval(PERIOD);
         renewals.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut words = tokio::time::interval(USES_PERIOD);
+        words.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             tokio::select! {
                 () = closing.cancelled() => break,
@@ -136,6 +153,12 @@ impl Session {
                     lease.renew(&connection, TTL).await?;
                     if self.state.borrow().leads_until.is_some() {
                         self.state.send_modify(|state| state.leads_until = Some(lease.valid_until()));
+                    }
+                }
+                _ = words.tick() => {
+                    self.uses.say(&self.keys, &connection, &lease).await?;
+                    if self.state.borrow().leads_until.is_some() {
+                        self.uses.adopt(&self.keys, &connection, &lease).await?;
                     }
                 }
                 changes = watch.message() => {
@@ -153,7 +176,10 @@ impl Session {
                 Some((write, reply)) = self.writes.recv() => self.write(&connection, &lease, write, reply).await?,
             }
         }
-        // If that fails the lease ends by itself.
+        // If that fails the lease ends by itself, and what was used in the last moment is not known to others.
+        if let Err(error) = self.uses.say(&self.keys, &connection, &lease).await {
+            tracing::info!(%error, "the last use of tenants was not told");
+        }
         if let Err(error) = lease.revoke(&connection).await {
             tracing::info!(%error, "the lease was not given back");
         }
@@ -161,7 +187,7 @@ impl Session {
     }
 
     /// Reads everything, and watches it from there on.
-    async fn list(&self, connection: &Connection) -> Result<WatchStream, EtcdError> {
+    async fn list(&mut self, connection: &Connection) -> Result<WatchStream, EtcdError> {
         let mut kv = connection.client.kv_client().max_decoding_message_size(MAX_MESSAGE_BYTES);
         let all = connection.within(kv.get(self.keys.all(), Some(GetOptions::new().with_prefix()))).await?;
         let revision = all.header().map_or(0, |header| header.revision());
@@ -169,16 +195,18 @@ impl Session {
             view::list(&self.keys, all.kvs(), state, entries);
             state.link = Link::Connected(connection.endpoint().to_owned());
         });
+        self.uses.list(&self.keys, all.kvs());
         let options = WatchOptions::new().with_prefix().with_start_revision(revision + 1);
         let mut client = connection.client.watch_client().max_decoding_message_size(MAX_MESSAGE_BYTES);
         connection.within(client.watch(self.keys.all(), Some(options))).await
     }
 
-    fn follow(&self, events: &[lockstep_etcd::etcd_client::Event]) {
+    fn follow(&mut self, events: &[lockstep_etcd::etcd_client::Event]) {
         if !events.is_empty() {
             self.update(|state, entries| {
                 events.iter().for_each(|event| view::follow(&self.keys, event, state, entries));
             });
+            self.uses.follow(&self.keys, events);
         }
     }
 
