@@ -52,6 +52,7 @@ fn model(num_replicas: usize) -> ServedModel {
         plan_epoch: 1,
         replicas: (0..num_replicas).map(replica).collect(),
         num_ready: num_replicas,
+        has_served: true,
         problem: None,
         failed_attempts: 0,
     }

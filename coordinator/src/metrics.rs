@@ -290,6 +290,7 @@ mod tests {
             plan_epoch: 7,
             replicas: Vec::new(),
             num_ready: 0,
+            has_served: false,
             problem: None,
             failed_attempts: 0,
         };

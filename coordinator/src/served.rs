@@ -48,6 +48,8 @@ pub struct ServedModel {
     pub replicas: Vec<Arc<Replica>>,
     /// Replicas that took requests when this was published.
     pub num_ready: usize,
+    /// It has taken requests, or could have.
+    pub has_served: bool,
     /// Why it does not serve, or not fully.
     pub problem: Option<Problem>,
     /// Attempts to describe, plan, load or serve that failed in a row.

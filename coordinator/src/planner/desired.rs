@@ -20,6 +20,8 @@ use crate::{
 const ATTEMPTS: usize = 10;
 /// Longest wait for what another coordinator wrote, and for our own table to show a change.
 const PATIENCE: Duration = Duration::from_secs(2);
+/// As long as another coordinator may take to lead, twice.
+const LEADERLESS: Duration = Duration::from_secs(10);
 /// Between two attempts to make the model of the command line known.
 const ENSURE_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -28,12 +30,14 @@ const ENSURE_INTERVAL: Duration = Duration::from_secs(1);
 pub struct Desired {
     store: Arc<dyn PlanStore>,
     models: watch::Receiver<ModelTable>,
+    /// Without a leader for so long an order is not waited for.
+    leaderless: Duration,
 }
 
 impl Desired {
     /// Changes are made in `store` and show in `models`.
     pub fn new(store: Arc<dyn PlanStore>, models: watch::Receiver<ModelTable>) -> Self {
-        Self { store, models }
+        Self { store, models, leaderless: LEADERLESS }
     }
 
     /// Wants a model, or wants it tried again at once; says whether it is new. Returns when the table shows it.
@@ -61,7 +65,7 @@ impl Desired {
         Ok(is_new)
     }
 
-    /// Wants a model no more; returns when it is gone.
+    /// Wants a model no more; returns when it is gone, or when nobody is there to let go of it.
     ///
     /// # Errors
     /// [`RequestError::UnknownModel`], [`RequestError::Store`].
@@ -78,17 +82,39 @@ impl Desired {
             Ok(())
         })
         .await?;
-        let gone = models.wait_for(|models| !models.contains_key(name)).await;
-        gone.map(drop).map_err(|_| RequestError::ShuttingDown)
+        tokio::select! {
+            gone = models.wait_for(|models| !models.contains_key(name)) => {
+                gone.map(drop).map_err(|_| RequestError::ShuttingDown)
+            }
+            () = self.nobody_leads() => Err(RequestError::Store(StoreError::Away(format!(
+                "the order is kept, but no coordinator has led for {} s",
+                self.leaderless.as_secs()
+            )))),
+        }
     }
 
-    /// Removes a model unless it serves.
+    /// Returns when nobody has carried out orders for a while, as far as this coordinator can see.
+    async fn nobody_leads(&self) {
+        let mut state = self.store.watch();
+        let leads = |state: &StoreState| state.is_connected() && state.leader.is_some();
+        loop {
+            // A closed channel means that the process ends, which whoever waits is told elsewhere.
+            if state.wait_for(|state| !leads(state)).await.is_err() {
+                return std::future::pending().await;
+            }
+            if tokio::time::timeout(self.leaderless, state.wait_for(leads)).await.is_err() {
+                return;
+            }
+        }
+    }
+
+    /// Removes a model that never served.
     ///
     /// # Errors
     /// As [`Self::remove`].
     pub async fn discard(&self, name: &str) -> Result<(), RequestError> {
-        let serves = self.models.borrow().get(name).is_some_and(|model| model.is_ready());
-        if serves { Ok(()) } else { self.remove(name).await }
+        let has_served = self.models.borrow().get(name).is_some_and(|model| model.has_served);
+        if has_served { Ok(()) } else { self.remove(name).await }
     }
 
     /// Wants a model as soon as the store can be reached, unless its name is known there.
@@ -149,15 +175,60 @@ pub fn desired_model(spec: &ModelSpec, attempt: u64) -> v1::DesiredModel {
     }
 }
 
-/// What is kept as a desired model; `None` if this version does not know its policy.
+/// What is kept as a desired model; `None` if this version does not know its policy, and is to leave it alone.
 pub fn spec_of(model: &v1::DesiredModel) -> Option<ModelSpec> {
-    let policy = model.policy.parse().inspect_err(|error| {
-        tracing::error!(model = model.name, policy = model.policy, %error, "the policy of a desired model cannot be read");
-    });
     Some(ModelSpec {
         name: model.name.clone(),
         source: model.source.clone(),
-        policy: policy.ok()?,
+        policy: model.policy.parse().ok()?,
         min_workers: model.min_workers as usize,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::{FutureExt, future::BoxFuture};
+
+    use super::*;
+    use crate::cluster::store::{Link, Versioned};
+
+    /// Takes orders that nobody carries out.
+    struct Leaderless(watch::Sender<StoreState>);
+
+    impl PlanStore for Leaderless {
+        fn id(&self) -> &str {
+            "a"
+        }
+
+        fn watch(&self) -> watch::Receiver<StoreState> {
+            self.0.subscribe()
+        }
+
+        fn write(&self, write: Write) -> BoxFuture<'static, Result<(), StoreError>> {
+            if let Write::Desired { expected, value } = write {
+                let desired = Versioned { value: Arc::new(value), revision: expected + 1 };
+                self.0.send_modify(|state| state.desired = desired);
+            }
+            std::future::ready(Ok(())).boxed()
+        }
+    }
+
+    #[tokio::test]
+    async fn an_order_that_nobody_carries_out_is_not_waited_for() {
+        let spec = ModelSpec { name: "m".into(), source: "/m".into(), policy: "auto".parse().unwrap(), min_workers: 1 };
+        let value = v1::DesiredState { models: vec![desired_model(&spec, 0)] };
+        let state = StoreState {
+            desired: Versioned { value: Arc::new(value), revision: 1 },
+            link: Link::Connected("here".into()),
+            ..StoreState::new()
+        };
+        let model = super::super::model_state::ModelState::new(spec).snapshot();
+        let models = watch::Sender::new(ModelTable::new([("m".to_owned(), Arc::new(model))].into()));
+        let store = Arc::new(Leaderless(watch::Sender::new(state)));
+        let leaderless = Duration::from_millis(50);
+        let desired = Desired { leaderless, ..Desired::new(store.clone(), models.subscribe()) };
+        let refused = desired.remove("m").await.unwrap_err();
+        assert!(refused.to_string().contains("no coordinator has led"), "{refused}");
+        assert!(store.0.borrow().desired.value.models.is_empty(), "the order stands");
+    }
 }

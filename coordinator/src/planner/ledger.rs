@@ -12,7 +12,12 @@ use futures::future::BoxFuture;
 use lockstep_proto::v1;
 use tokio::{sync::watch, time::Instant};
 
-use super::{deploy::next_epoch, desired::desired_model, model_state::ModelState, unloads::Part};
+use super::{
+    deploy::next_epoch,
+    desired::{desired_model, spec_of},
+    model_state::ModelState,
+    unloads::Part,
+};
 use crate::{
     cluster::{
         PlanStore,
@@ -63,9 +68,16 @@ impl Ledger {
 
     /// Takes in what was read since.
     pub fn refresh(&mut self) {
-        if let Some((_, changes)) = &mut self.store {
-            self.state = changes.borrow_and_update().clone();
+        let Some((_, changes)) = &mut self.store else { return };
+        let state = changes.borrow_and_update().clone();
+        if state.desired.revision != self.state.desired.revision {
+            for v1::DesiredModel { name, policy, .. } in
+                state.desired.value.models.iter().filter(|model| is_foreign(model))
+            {
+                tracing::error!(model = name, policy, "the policy of a desired model cannot be read: it is left alone");
+            }
         }
+        self.state = state;
     }
 
     /// Returns when there is more to take in.
@@ -177,7 +189,15 @@ impl Ledger {
 
     /// The models as they are kept. Replicas that have broken are not part of it.
     fn plan_state(&self, models: &BTreeMap<String, ModelState>) -> v1::PlanState {
-        v1::PlanState { models: models.values().map(planned_model).collect(), leader_term: self.term }
+        // What a newer version of this program has planned and this one cannot read stays as it is.
+        let name = |planned: &v1::PlannedModel| planned.spec.as_ref().map(|spec| spec.name.clone());
+        let is_kept = |planned: &&v1::PlannedModel| {
+            planned.spec.as_ref().is_some_and(|spec| is_foreign(spec) && !models.contains_key(&spec.name))
+        };
+        let kept = self.state.plan.value.models.iter().filter(is_kept).cloned();
+        let mut planned: Vec<_> = models.values().map(planned_model).chain(kept).collect();
+        planned.sort_by_key(name);
+        v1::PlanState { models: planned, leader_term: self.term }
     }
 
     fn replicas(&self) -> impl Iterator<Item = &v1::PlannedReplica> {
@@ -198,13 +218,21 @@ pub fn members(planned: &v1::PlannedReplica) -> Vec<Member> {
     planned.members.iter().map(member).collect()
 }
 
-/// A model as it is kept.
+/// Whether only a newer version of this program can read it.
+fn is_foreign(model: &v1::DesiredModel) -> bool {
+    spec_of(model).is_none()
+}
+
+/// A model as it is kept. The plan stands there once, not again in each replica that was made of it.
 fn planned_model(model: &ModelState) -> v1::PlannedModel {
     let planned_member =
         |member: &Member| v1::PlannedMember { worker_id: member.worker_id.clone(), session: member.session };
-    let planned_replica = |replica: &Arc<Replica>| v1::PlannedReplica {
-        load: Some(replica.load.clone()),
-        members: replica.members.iter().map(planned_member).collect(),
+    let planned_replica = |replica: &Arc<Replica>| {
+        let mut load = replica.load.clone();
+        if load.plan == model.plan_bytes {
+            load.plan.clear();
+        }
+        v1::PlannedReplica { load: Some(load), members: replica.members.iter().map(planned_member).collect() }
     };
     v1::PlannedModel {
         spec: Some(desired_model(&model.spec, model.attempt)),
@@ -216,5 +244,31 @@ fn planned_model(model: &ModelState) -> v1::PlannedModel {
         problem: model.problem.as_ref().map_or_else(String::new, |problem| problem.public.clone()),
         problem_detail: model.problem.as_ref().map_or_else(String::new, |problem| problem.detail.clone()),
         failed_attempts: model.failed_attempts,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cluster::store::Versioned;
+
+    fn planned(name: &str, policy: &str) -> v1::PlannedModel {
+        let spec = v1::DesiredModel { name: name.into(), policy: policy.into(), ..Default::default() };
+        v1::PlannedModel { spec: Some(spec), plan_epoch: 3, ..Default::default() }
+    }
+
+    #[test]
+    fn what_cannot_be_read_stays_in_the_plan() {
+        let mut ledger = Ledger::new(None);
+        let (foreign, known) = (planned("b", "of-a-later-version=3"), planned("c", "tensor=1"));
+        let value = v1::PlanState { models: vec![foreign.clone(), known], leader_term: 1 };
+        ledger.state.plan = Versioned { value: Arc::new(value), revision: 1 };
+        let ours = |name: &str| {
+            let spec = spec_of(&v1::DesiredModel { name: name.into(), policy: "auto".into(), ..Default::default() });
+            (name.to_owned(), ModelState::new(spec.unwrap()))
+        };
+        let kept = ledger.plan_state(&[ours("a"), ours("d")].into()).models;
+        let names: Vec<_> = kept.iter().map(|model| model.spec.clone().unwrap().name).collect();
+        assert_eq!((names.join(" "), &kept[1]), ("a b d".to_owned(), &foreign));
     }
 }

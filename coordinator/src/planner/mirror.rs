@@ -92,11 +92,16 @@ impl Reconciler {
             .models
             .values()
             .filter(|model| model.removal.is_none())
-            .filter(|model| !desired.models.iter().any(|wanted| spec_of(wanted).as_ref() == Some(&model.spec)))
+            .filter(|model| !desired.models.iter().any(|wanted| is_wanted(model, wanted)))
             .map(|model| model.spec.name.clone())
             .collect();
         gone.iter().for_each(|name| self.remove(name, None, now));
     }
+}
+
+/// Whether that is this model, or an order for it that only a newer version of this program can read.
+fn is_wanted(model: &ModelState, wanted: &v1::DesiredModel) -> bool {
+    spec_of(wanted).map_or(wanted.name == model.spec.name, |spec| spec == model.spec)
 }
 
 fn let_go(replicas: &[Arc<Replica>], cause: BreakCause) {
@@ -147,7 +152,7 @@ fn mirror_replicas(
     model.replicas = kept;
     for planned in &planned.replicas {
         if !model.replicas.iter().any(|replica| is_planned_as(replica, planned)) {
-            model.replicas.extend(replica_of(planned, workers, live).map(Arc::new));
+            model.replicas.extend(replica_of(planned, &model.plan_bytes, workers, live).map(Arc::new));
         }
     }
     for replica in &model.replicas {
@@ -157,17 +162,21 @@ fn mirror_replicas(
     }
 }
 
-/// The replica as this coordinator sees it; `None` as long as a worker of it is not known, or calls its part broken.
+/// The replica, of the newest plan unless it brings its own, as this coordinator sees it; `None` as long as a worker of it is not known, or calls its part broken.
 fn replica_of(
     planned: &v1::PlannedReplica,
+    newest_plan: &[u8],
     workers: &BTreeMap<String, KnownWorker>,
     live: &Workers,
 ) -> Option<Replica> {
-    let load = planned.load.as_ref()?;
+    let mut load = planned.load.clone()?;
+    if load.plan.is_empty() {
+        load.plan = newest_plan.to_vec().into();
+    }
     let members = members(planned);
-    let (clients, plan) = (super::worker_calls::clients_of(workers, &members)?, plan_of(load)?);
+    let (clients, plan) = (super::worker_calls::clients_of(workers, &members)?, plan_of(&load)?);
     let (_, leader) = clients.into_iter().next()?;
-    let replica = Replica::new(load.clone(), plan, members, leader);
+    let replica = Replica::new(load, plan, members, leader);
     let is_broken = |report: &v1::ReplicaReport| replica.is_meant_by(report) && !report.problem.is_empty();
     let has_broken = replica
         .members

@@ -195,7 +195,7 @@ impl ModelState {
             && self.plan_epoch == served.plan_epoch
             && self.problem == served.problem
             && self.failed_attempts == served.failed_attempts
-            && self.num_ready() == served.num_ready
+            && (self.num_ready(), self.has_served) == (served.num_ready, served.has_served)
             && self.replicas.len() == served.replicas.len()
             && self.replicas.iter().zip(&served.replicas).all(|(ours, shown)| Arc::ptr_eq(ours, shown))
     }
@@ -209,6 +209,7 @@ impl ModelState {
             plan_epoch: self.plan_epoch,
             replicas: self.replicas.clone(),
             num_ready: self.num_ready(),
+            has_served: self.has_served,
             problem: self.problem.clone(),
             failed_attempts: self.failed_attempts,
         }
