@@ -46,6 +46,7 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("attention.cuh", include_str!("../../cuda/include/attention.cuh")),
     ("batch.cuh", include_str!("../../cuda/include/batch.cuh")),
     ("cluster.cuh", include_str!("../../cuda/include/cluster.cuh")),
+    ("decode_sums.cuh", include_str!("../../cuda/include/decode_sums.cuh")),
     ("decode_work.cuh", include_str!("../../cuda/include/decode_work.cuh")),
     ("gumbel.cuh", include_str!("../../cuda/include/gumbel.cuh")),
     ("half_mma.cuh", include_str!("../../cuda/include/half_mma.cuh")),
