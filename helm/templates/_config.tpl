@@ -19,9 +19,20 @@
 
 {{/* Where the workers find the model. */}}
 {{- define "lockstep.modelPath" -}}
-{{- if or .Values.model.path .Values.model.uri -}}
+{{- if .Values.model.stream -}}
+{{ .Values.model.uri }}
+{{- else if or .Values.model.path .Values.model.uri -}}
 {{- $last := .Values.model.uri | splitList "?" | first | splitList "/" | last -}}
 /models/{{ default ($last | splitList "@" | first) .Values.model.path }}
+{{- end -}}
+{{- end -}}
+
+{{/* Whether the chart's own etcd speaks TLS; empty if not. */}}
+{{- define "lockstep.etcdSecret" -}}
+{{- if .Values.etcd.tls.secretName -}}
+{{- .Values.etcd.tls.secretName -}}
+{{- else if and (eq .Values.etcd.mode "bundled") (eq .Values.tls.cluster.mode "certManager") -}}
+{{- printf "%s-etcd-tls" (include "lockstep.fullname" .) -}}
 {{- end -}}
 {{- end -}}
 
@@ -33,10 +44,14 @@
 {{- else if eq .Values.etcd.mode "bundled" -}}
 {{- $name := printf "%s-etcd" (include "lockstep.fullname" .) -}}
 {{- range $index := until (int .Values.etcd.bundled.replicas) -}}
-{{- $endpoints = append $endpoints (printf "http://%s-%d.%s.%s.svc:2379" $name $index $name $.Release.Namespace) -}}
+{{- $endpoints = append $endpoints (printf "%s://%s-%d.%s.%s.svc:2379" (include "lockstep.etcdScheme" $) $name $index $name $.Release.Namespace) -}}
 {{- end -}}
 {{- end -}}
 {{- toJson $endpoints -}}
+{{- end -}}
+
+{{- define "lockstep.etcdScheme" -}}
+{{- ternary "https" "http" (ne (include "lockstep.etcdSecret" .) "") -}}
 {{- end -}}
 
 {{/* What members of the cluster have in common, as JSON. */}}
@@ -44,8 +59,18 @@
 {{- $config := dict -}}
 {{- with include "lockstep.etcdEndpoints" . | fromJsonArray -}}
 {{- $_ := set $config "etcd" . -}}
-{{- if hasPrefix "http://" (first .) }}{{ $_ := set $config "etcd_insecure" true }}{{ end -}}
 {{- $_ := set $config "etcd_prefix" (default (printf "/%s/%s" $.Release.Namespace (include "lockstep.fullname" $)) $.Values.etcd.prefix) -}}
+{{- if include "lockstep.etcdSecret" $ -}}
+{{- $_ := set $config "etcd_ca" "/etc/lockstep/etcd-tls/ca.crt" -}}
+{{- if or (eq $.Values.etcd.mode "bundled") $.Values.etcd.tls.clientCertificate -}}
+{{- $_ := set $config "etcd_cert" "/etc/lockstep/etcd-tls/tls.crt" -}}
+{{- $_ := set $config "etcd_key" "/etc/lockstep/etcd-tls/tls.key" -}}
+{{- end -}}
+{{- end -}}
+{{- if $.Values.etcd.user.name -}}
+{{- $_ := set $config "etcd_username" $.Values.etcd.user.name -}}
+{{- $_ := set $config "etcd_password_file" (printf "/etc/lockstep/etcd-user/%s" $.Values.etcd.user.key) -}}
+{{- end -}}
 {{- end -}}
 {{- if ne .Values.tls.cluster.mode "none" -}}
 {{- $_ := set $config "cluster_ca" "/etc/lockstep/cluster-tls/ca.crt" -}}
@@ -67,6 +92,9 @@
 {{- if ne .Values.tls.clients.mode "none" -}}
 {{- $_ := set $config "tls_cert" "/etc/lockstep/clients-tls/tls.crt" -}}
 {{- $_ := set $config "tls_key" "/etc/lockstep/clients-tls/tls.key" -}}
+{{- end -}}
+{{- if .Values.tls.clients.clientCa.secretName -}}
+{{- $_ := set $config "client_ca" (printf "/etc/lockstep/client-ca/%s" .Values.tls.clients.clientCa.key) -}}
 {{- end -}}
 {{- if .Values.tenants.secretName -}}
 {{- $_ := set $config "tenants" (printf "/etc/lockstep/tenants/%s" .Values.tenants.key) -}}
@@ -110,8 +138,8 @@
 {{- if not (include "lockstep.modelPath" .) -}}
 {{- fail "model.uri or model.path: one of them must name the model" -}}
 {{- end -}}
-{{- if not (regexMatch "^(hf://|https?://|$)" .Values.model.uri) -}}
-{{- fail (printf "model.uri: %q is neither hf://org/repo/file nor an http(s) URL" .Values.model.uri) -}}
+{{- if and .Values.model.stream (not (regexMatch "^(https?|s3|gs|az)://" .Values.model.uri)) -}}
+{{- fail (printf "model.stream: model.uri %q is none that can be read in place" .Values.model.uri) -}}
 {{- end -}}
 {{- if and (not .Values.insecure) (or (eq .Values.tls.cluster.mode "none") (eq .Values.tls.clients.mode "none")) -}}
 {{- fail "tls.cluster.mode and tls.clients.mode: both are needed, or insecure=true for a network that you trust" -}}
@@ -121,6 +149,17 @@
 {{- end -}}
 {{- if and (eq .Values.etcd.mode "external") (not .Values.etcd.endpoints) -}}
 {{- fail "etcd.endpoints: are needed with etcd.mode external" -}}
+{{- end -}}
+{{- if and (not .Values.insecure) (or (and (eq .Values.etcd.mode "bundled") (not (include "lockstep.etcdSecret" .))) (hasPrefix "http://" (first (append .Values.etcd.endpoints "")))) -}}
+{{- fail "etcd.tls.secretName: etcd would be spoken to in clear text, which needs insecure=true" -}}
+{{- end -}}
+{{- if and .Values.etcd.user.name (not .Values.etcd.user.secretName) -}}
+{{- fail "etcd.user.secretName: is needed for the user's password" -}}
+{{- end -}}
+{{- with .Values.tls.clients -}}
+{{- if and .clientCa.secretName (or (eq .mode "none") (not .checkSecretName)) -}}
+{{- fail "tls.clients.clientCa: needs certificates (tls.clients.mode) and tls.clients.checkSecretName" -}}
+{{- end -}}
 {{- end -}}
 {{- if and (eq .Values.tls.clients.mode "certManager") (not .Values.tls.clients.issuerRef.name) -}}
 {{- fail "tls.clients.issuerRef.name: is needed with tls.clients.mode certManager" -}}

@@ -1,15 +1,27 @@
 {{/* Mounts, volumes and affinities of coordinators and workers. */}}
 
 {{- define "lockstep.memberMounts" -}}
-{{- if ne .Values.tls.cluster.mode "none" -}}
+{{- if ne .Values.tls.cluster.mode "none" }}
 - {name: cluster-tls, mountPath: /etc/lockstep/cluster-tls, readOnly: true}
-{{- end -}}
+{{- end }}
+{{- if include "lockstep.etcdSecret" . }}
+- {name: etcd-tls, mountPath: /etc/lockstep/etcd-tls, readOnly: true}
+{{- end }}
+{{- if .Values.etcd.user.name }}
+- {name: etcd-user, mountPath: /etc/lockstep/etcd-user, readOnly: true}
+{{- end }}
 {{- end -}}
 
 {{- define "lockstep.memberVolumes" -}}
-{{- if ne .Values.tls.cluster.mode "none" -}}
+{{- if ne .Values.tls.cluster.mode "none" }}
 - {name: cluster-tls, secret: {secretName: {{ include "lockstep.clusterSecret" . }}}}
-{{- end -}}
+{{- end }}
+{{- with include "lockstep.etcdSecret" . }}
+- {name: etcd-tls, secret: {secretName: {{ . }}}}
+{{- end }}
+{{- if .Values.etcd.user.name }}
+- {name: etcd-user, secret: {secretName: {{ .Values.etcd.user.secretName }}}}
+{{- end }}
 {{- end -}}
 
 {{- define "lockstep.coordinatorAffinity" -}}
@@ -62,6 +74,8 @@ topologySpreadConstraints: {{- toYaml . | nindent 2 }}
     - pull
     - {{ .root.Values.model.uri | quote }}
     - --output={{ include "lockstep.modelPath" .root }}
+    # Others may share the volume.
+    - --wait
     {{- with .root.Values.model.sha256 }}
     - --sha256={{ . }}
     {{- end }}
@@ -72,17 +86,30 @@ topologySpreadConstraints: {{- toYaml . | nindent 2 }}
     - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}}}
     {{- end }}
     {{- end }}
-  {{- with .root.Values.model.environmentSecrets }}
-  envFrom: {{- range . }}
-    - {secretRef: {name: {{ . }}}}
-  {{- end }}
-  {{- end }}
+  {{- include "lockstep.modelEnvironment" .root | nindent 2 }}
   securityContext: {{- include "lockstep.containerSecurity" . | nindent 4 }}
   resources:
     requests: {cpu: 500m, memory: 256Mi}
     limits: {cpu: "2", memory: 1Gi}
   volumeMounts:
     - {name: models, mountPath: /models}
+{{- end -}}
+
+{{- define "lockstep.modelEnvironment" -}}
+{{- with .Values.model.environmentSecrets }}
+envFrom: {{- range . }}
+  - {secretRef: {name: {{ . }}}}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* A probe of a coordinator: by HTTP, or, where that asks for a certificate, which nodes have not, by the binary itself. */}}
+{{- define "lockstep.coordinatorProbe" -}}
+{{- if .root.Values.tls.clients.clientCa.secretName -}}
+exec: {command: [lockstep, health, {{ if .isLive }}--live, {{ end }}--server=https://localhost:7070, --tls-ca=/etc/lockstep/clients-tls/ca.crt, --tls-cert=/etc/lockstep/check/tls.crt, --tls-key=/etc/lockstep/check/tls.key]}
+{{- else -}}
+httpGet: {path: {{ ternary "/healthz" "/readyz" .isLive }}, port: http, scheme: {{ ternary "HTTP" "HTTPS" (eq .root.Values.tls.clients.mode "none") }}}
+{{- end -}}
 {{- end -}}
 
 {{/* The volume of models; none where each worker's claim is a template's. */}}

@@ -43,7 +43,13 @@ SPECS = {
                 path=TEXT,
                 interval={"pattern": r"^\d+[sm]$"},
                 scheme={"enum": ["http", "https"]},
-                tlsConfig=fields(["ca", "serverName"], ca=SECRET_KEY, serverName=TEXT),
+                tlsConfig=fields(
+                    ["ca", "serverName"],
+                    ca=SECRET_KEY,
+                    cert=SECRET_KEY,
+                    keySecret=fields(["name", "key"], name=TEXT, key=TEXT),
+                    serverName=TEXT,
+                ),
             )
         ),
     ),

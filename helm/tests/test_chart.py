@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 import subprocess
+import tarfile
 import tempfile
 import unittest
 
@@ -19,16 +20,15 @@ import yaml
 import chart
 import crds
 
-# The first is what Chart.yaml asks for.
-KUBERNETES_VERSIONS = ("1.30", "1.34", "1.37")
-OWNED_ETCD = "etcd etcd_prefix etcd_ca etcd_cert etcd_key etcd_username etcd_password_file etcd_insecure"
+# What Chart.yaml asks for, and the newest that is known.
+KUBERNETES_VERSIONS = ("1.30", "1.37")
 # Settings of the binary that other values decide.
+SHARED = "etcd etcd_prefix etcd_ca etcd_cert etcd_key etcd_username etcd_password_file etcd_insecure cluster_ca cluster_cert cluster_key insecure"
 OWNED = {
-    "coordinator": f"grpc_listen http_listen coordinator_id {OWNED_ETCD} model tenants tls_cert tls_key client_ca "
-    "cluster_ca cluster_cert cluster_key insecure",
-    "worker": f"worker_id coordinator {OWNED_ETCD} advertise_host listen rank_listen http_listen kernel_cache "
-    "cluster_ca cluster_cert cluster_key insecure",
+    "coordinator": f"grpc_listen http_listen coordinator_id model tenants tls_cert tls_key client_ca {SHARED}",
+    "worker": f"worker_id coordinator advertise_host listen rank_listen http_listen kernel_cache {SHARED}",
 }
+ALL_TLS = {part: {"mode": "secret", "secretName": part} for part in ("cluster", "clients")}
 # Fields of a StatefulSet that may change; all others make the API server refuse an update.
 MUTABLE = {"replicas", "ordinals", "template", "updateStrategy", "persistentVolumeClaimRetentionPolicy", "minReadySeconds"}
 
@@ -72,6 +72,14 @@ class Manifests(unittest.TestCase):
             difference = difflib.unified_diff(before.splitlines(), text.splitlines(), str(path), "rendered", lineterm="")
             self.assertEqual("\n".join(difference), "", "UPDATE_GOLDEN=1 takes the change over")
 
+    def test_a_package_has_what_is_needed(self):
+        with tempfile.TemporaryDirectory() as folder:
+            package = helm.package(str(chart.CHART), destination=folder)
+            with tarfile.open(package) as archive:
+                names = {name.removeprefix("lockstep/") for name in archive.getnames()}
+        self.assertLessEqual({"files/alerts.yaml", "files/dashboard.json", "templates/tests/generate.yaml"}, names)
+        self.assertEqual([name for name in names if name.startswith(("tests/", "examples/"))], [])
+
     def test_notes_name_three_commands(self):
         for _, notes in RENDERED.values():
             commands = [line for line in notes.splitlines() if line.startswith("  ")]
@@ -107,13 +115,19 @@ class Policies(unittest.TestCase):
 
     def test_probes_are_truthful(self):
         """Alive asks whether the process answers, ready whether it can work; neither waits for the other."""
-        for manifests, _ in RENDERED.values():
+        for name, (manifests, _) in RENDERED.items():
             for owner, pod in chart.pods(manifests):
                 if pod.get("restartPolicy") == "Never":
                     continue
                 for container in pod["containers"]:
                     ports = {port["name"] for port in container["ports"]}
                     alive, ready = container["livenessProbe"], container["readinessProbe"]
+                    if "exec" in ready:
+                        # Where a certificate is asked for, which nodes have not.
+                        self.assertEqual((name, container["name"]), ("tls-existing-etcd", "coordinator"))
+                        self.assertEqual(alive["exec"]["command"], container["startupProbe"]["exec"]["command"])
+                        self.assertEqual([part for part in alive["exec"]["command"] if part != "--live"], ready["exec"]["command"])
+                        continue
                     for probe in (alive, ready, container["startupProbe"]):
                         self.assertIn((probe.get("httpGet") or probe["tcpSocket"])["port"], ports, owner)
                     if container["name"] != "etcd":
@@ -204,6 +218,9 @@ class Settings(unittest.TestCase):
             "etcd.endpoints": {"etcd": {"mode": "external"}},
             "tls.cluster.secretName": {"tls": {"cluster": {"mode": "secret"}}},
             "tls.clients.issuerRef.name": {"tls": {"clients": {"mode": "certManager"}}},
+            "etcd would be spoken to in clear text": {"insecure": False, "etcd": {"mode": "bundled"}, "tls": ALL_TLS},
+            "needs certificates (tls.clients.mode)": {"tls": {"clients": {"clientCa": {"secretName": "a"}}}},
+            "none that can be read in place": {"model": {"uri": "hf://o/r/f.gguf", "stream": True}},
             "monitoring.prometheusUrl": {"worker": {"autoscaling": {"enabled": True}}},
             "ReadWriteMany is needed": {"worker": {"replicas": 2}, "model": {"cache": {"type": "persistentVolumeClaim", "accessModes": ["ReadWriteOnce"]}}},
         }
@@ -219,7 +236,7 @@ class Upgrades(unittest.TestCase):
         {"worker": {"replicas": 5, "gpus": 4, "config": {"memory": "1GiB"}, "sharedMemory": "1Gi", "hostIPC": True}},
         {"worker": {"resources": {"limits": {"memory": "99Gi"}}, "autoscaling": {"enabled": True, "kind": "hpa"}}},
         {"image": {"tag": "9.9.9", "repository": "elsewhere/lockstep"}, "telemetry": {"otlpEndpoint": "http://c:4317"}},
-        {"model": {"uri": "hf://org/repo/other.gguf", "path": "", "sha256": "0" * 64}},
+        {"model": {"uri": "https://host/other.gguf", "path": "", "sha256": "0" * 64}},
         {"insecure": True, "tls": {"cluster": {"mode": "secret", "secretName": "members"}}},
         {"etcd": {"bundled": {"image": {"tag": "3.5.17-0"}, "resources": {"limits": {"memory": "2Gi"}}}}},
         {"tenants": {"secretName": "others"}, "priorityClass": {"create": True}, "monitoring": {"rules": {"enabled": True}}},

@@ -92,20 +92,25 @@ class Cluster(unittest.TestCase):
 
     def test_coordinators_over_etcd_with_certificates_and_tenants(self):
         values = {
-            "insecure": True,
             "model": {"path": MODEL.name, "cache": {"type": "persistentVolumeClaim", "existingClaim": "models"}},
             "coordinator": {"replicas": 2, "config": {"policy": "tensor=2", "max_sequence_tokens": 2048}},
-            "etcd": {"mode": "bundled"},
+            "etcd": {"mode": "bundled", "tls": {"secretName": "etcd"}},
             "tls": {
                 "cluster": {"mode": "secret", "secretName": "cluster"},
-                "clients": {"mode": "secret", "secretName": "clients"},
+                "clients": {
+                    "mode": "secret",
+                    "secretName": "clients",
+                    "clientCa": {"secretName": "clients", "key": "ca.crt"},
+                    "checkSecretName": "clients",
+                },
             },
             "tenants": {"secretName": "tenants", "testKey": {"secretName": "test-tenant"}},
         }
         manifests, _ = chart.render(chart.merged(values, SMALL))
         with Node(manifests) as node:
-            addresses = [pod.address for pod in node.pods.values()]
-            for name in ("cluster", "clients"):
+            # Connections within the loopback net come from its first address, which etcd's members look at.
+            addresses = ["127.0.0.1", *(pod.address for pod in node.pods.values())]
+            for name in ("cluster", "clients", "etcd"):
                 with tempfile.TemporaryDirectory() as folder:
                     node.secrets[name] = authority(pathlib.Path(folder))(addresses)
             made = subprocess.run([os.environ["LOCKSTEP_BIN"], "tenant", "new", "test"], capture_output=True, text=True, check=True)

@@ -26,6 +26,8 @@ use crate::{
 /// Threads that read one slice, and the least that each reads: from the page cache one thread copies a few GB/s.
 const MAX_READERS: usize = 8;
 const MIN_THREAD_BYTES: usize = 1 << 20;
+/// Most bytes of rows of which only some columns are wanted, read at once from another machine.
+const MAX_SPAN_BYTES: usize = 8 << 20;
 
 /// An open checkpoint: header parsed and checked, weights read by position when asked for.
 #[derive(Debug)]
@@ -51,11 +53,15 @@ pub(crate) struct StoredTensor {
 }
 
 impl Checkpoint {
-    /// Opens a GGUF file, a safetensors file, or a folder with `config.json` and safetensors.
+    /// Opens a GGUF file, a safetensors file, or a folder with `config.json` and safetensors; under a URL a GGUF file,
+    /// which is then read where it lies.
     ///
     /// # Errors
     /// [`ModelError`] naming the field that is wrong.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
+        if crate::source::is_remote(path) {
+            return Self::from_gguf(GgufFile::open(path)?);
+        }
         let failed =
             |source| ModelError::Io { path: path.to_owned(), what: "cannot open the checkpoint".into(), source };
         let is_file = std::fs::metadata(path).map_err(failed)?.is_file();
@@ -274,8 +280,29 @@ impl RowReader<'_> {
         if self.width as u64 == self.row_bytes {
             return self.file.read_exact_at(bytes, first, self.tensor);
         }
+        if self.file.is_remote() {
+            return self.read_whole_rows(first, bytes);
+        }
         for (index, row) in bytes.chunks_exact_mut(self.width.max(1)).enumerate() {
             self.file.read_exact_at(row, first + index as u64 * self.row_bytes, self.tensor)?;
+        }
+        Ok(())
+    }
+}
+
+impl RowReader<'_> {
+    /// The same from where every request costs a round trip: whole rows, many at a time, of which the columns are kept.
+    fn read_whole_rows(self, first: u64, bytes: &mut [u8]) -> Result<(), ModelError> {
+        let width = self.width.max(1);
+        let row_bytes = self.row_bytes as usize;
+        let num_rows = (MAX_SPAN_BYTES / row_bytes.max(1)).max(1);
+        for (index, rows) in bytes.chunks_mut(num_rows * width).enumerate() {
+            let mut span = vec![0; (rows.len() / width - 1) * row_bytes + width];
+            let start = first + (index * num_rows) as u64 * self.row_bytes;
+            self.file.read_exact_at(&mut span, start, self.tensor)?;
+            for (row, read) in rows.chunks_exact_mut(width).zip(span.chunks(row_bytes)) {
+                row.copy_from_slice(&read[..width]);
+            }
         }
         Ok(())
     }

@@ -4,7 +4,7 @@
 //! - [`gguf`], [`safetensors`]: the formats. [`tensor_names`]: which tensors a decoder has and what they are called.
 //! - [`config`]: hyper-parameters in the words of `config.json`. [`rope`]: rotary frequencies under every scaling.
 //! - [`tokenizer`], [`chat_template`]: text to token ids and back, incrementally.
-//! - [`source`]: fetching a checkpoint (`hf://`, URLs). [`synth`]: random checkpoints of any shape.
+//! - [`source`]: fetching a checkpoint (`hf://`, URLs, clouds); `remote_file`: reading one where it lies. [`synth`]: random checkpoints of any shape.
 //!
 //! Invariants: nothing is allocated from a length in a file before it is checked against the file's size;
 //! an error names the file and the field or tensor; no weight is read that was not asked for.
@@ -17,6 +17,7 @@ pub mod config;
 pub mod error;
 pub mod gguf;
 pub mod positioned_file;
+mod remote_file;
 pub mod rope;
 pub mod safetensors;
 pub mod source;

@@ -122,6 +122,14 @@ impl ServerArgs {
             .max_decoding_message_size(MAX_MESSAGE_BYTES))
     }
 
+    /// A connection for any other service.
+    ///
+    /// # Errors
+    /// If nothing answers there.
+    pub async fn any(&self) -> anyhow::Result<Channel> {
+        self.channel(0).await
+    }
+
     fn addresses(&self) -> impl Iterator<Item = &str> {
         self.server.split(',').map(str::trim).filter(|address| !address.is_empty())
     }

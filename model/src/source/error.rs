@@ -58,6 +58,22 @@ pub enum FetchError {
         /// Cause.
         source: reqwest::Error,
     },
+    /// The store of the object refuses or fails.
+    #[error("{url}: {source}")]
+    Object {
+        /// Without the query.
+        url: String,
+        /// Cause.
+        source: Box<object_store::Error>,
+    },
+    /// Nothing came for too long.
+    #[error("{url}: nothing came for {seconds} s")]
+    Stalled {
+        /// Without the query.
+        url: String,
+        /// How long was waited.
+        seconds: f64,
+    },
     /// It failed too often in a row.
     #[error("gave up after {attempts} attempts without progress: {last}")]
     GaveUp {

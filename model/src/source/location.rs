@@ -4,7 +4,7 @@
 
 use reqwest::Url;
 
-use super::FetchError;
+use super::{FetchError, object::RemoteObject};
 
 /// A parsed source.
 pub(super) struct Location {
@@ -26,7 +26,13 @@ impl Location {
             None if source.starts_with("http://") || source.starts_with("https://") => {
                 (Url::parse(source).map_err(|error| invalid(error.to_string()))?, false)
             }
-            None => return Err(invalid("expected hf://org/repo/file[@revision] or an http(s) URL".to_owned())),
+            None => match Url::parse(source) {
+                Ok(url) if RemoteObject::is_cloud(url.scheme()) && source.contains("://") => (url, false),
+                _ => {
+                    let known = "hf://org/repo/file[@revision], an http(s) URL, s3://, gs:// or az://";
+                    return Err(invalid(format!("expected {known}")));
+                }
+            },
         };
         let file_name = url.path_segments().and_then(Iterator::last).map(percent_decode).unwrap_or_default();
         if file_name.is_empty() || file_name.starts_with('.') || file_name.contains(['/', '\\', '\0']) {

@@ -1,4 +1,4 @@
-//! Fetching a checkpoint: `hf://org/repo/file[@revision]` and plain http(s) URLs to a local file.
+//! Fetching a checkpoint: `hf://org/repo/file[@revision]`, plain http(s) URLs and objects of clouds to a local file.
 //!
 //! For: `lockstep pull`. [`fetch`] resumes what an earlier run left, retries broken connections, checks the SHA-256 and
 //! puts the file in place at once, so that a file under its final name is always whole.
@@ -8,6 +8,7 @@
 
 mod error;
 mod location;
+pub(crate) mod object;
 mod partial;
 mod transfer;
 
@@ -19,6 +20,11 @@ use std::{
 
 pub use self::error::FetchError;
 use self::{location::Location, partial::Partial, transfer::Transfer};
+
+/// Between two looks at a lock that another process holds.
+const LOCK_POLL: Duration = Duration::from_millis(200);
+/// Longest wait between two attempts.
+const MAX_BACKOFF: Duration = Duration::from_secs(30);
 
 /// How to fetch.
 #[derive(Clone)]
@@ -37,6 +43,8 @@ pub struct FetchOptions {
     pub max_retries: u32,
     /// Wait before the first retry; doubles with each, up to 30 s.
     pub backoff: Duration,
+    /// Wait, however long, for another process that is fetching the same file, rather than refuse.
+    pub waits_for_others: bool,
 }
 
 impl Default for FetchOptions {
@@ -49,8 +57,21 @@ impl Default for FetchOptions {
             stall_timeout: Duration::from_secs(30),
             max_retries: 6,
             backoff: Duration::from_millis(500),
+            waits_for_others: false,
         }
     }
+}
+
+impl FetchOptions {
+    /// The wait after so many failures in a row.
+    pub(crate) fn backoff_after(&self, attempts: u32) -> Duration {
+        self.backoff.saturating_mul(1 << attempts.saturating_sub(1).min(16)).min(MAX_BACKOFF)
+    }
+}
+
+/// Whether a model's path is a URL under which workers read it where it lies.
+pub fn is_remote(path: &Path) -> bool {
+    path.to_str().is_some_and(|text| text.contains("://"))
 }
 
 /// How far a fetch is.
@@ -91,7 +112,7 @@ pub async fn fetch(
     let location = Location::parse(source, &options.hf_endpoint)?;
     let wanted = options.sha256.as_deref().map(|hash| location::parse_sha256(source, hash)).transpose()?;
     let path = if destination.is_dir() { destination.join(&location.file_name) } else { destination.to_owned() };
-    let _lock = lock(&path)?;
+    let _lock = lock(&path, options.waits_for_others).await?;
     if let Some(present) = check_present(&path, wanted.as_deref()).await? {
         return Ok(present);
     }
@@ -110,14 +131,24 @@ pub async fn fetch(
 
 /// Keeps a second fetch of the same file out. The lock is the system's and ends with the process; the empty file stays,
 /// since removing it would let two processes hold locks on two files of that name.
-fn lock(path: &Path) -> Result<File, FetchError> {
+async fn lock(path: &Path, waits: bool) -> Result<File, FetchError> {
     let lock_path = with_suffix(path, ".lock");
     let file = File::options().create(true).truncate(false).write(true).open(&lock_path);
     let file = file.map_err(FetchError::io(&lock_path, "create the lock file"))?;
-    match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(std::fs::TryLockError::WouldBlock) => Err(FetchError::Locked { path: lock_path }),
-        Err(std::fs::TryLockError::Error(error)) => Err(FetchError::io(&lock_path, "lock")(error)),
+    let mut is_known = false;
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(file),
+            Err(std::fs::TryLockError::WouldBlock) if waits => {
+                if !is_known {
+                    tracing::info!(path = %lock_path.display(), "another process is fetching this file, waiting for it");
+                }
+                is_known = true;
+                tokio::time::sleep(LOCK_POLL).await;
+            }
+            Err(std::fs::TryLockError::WouldBlock) => return Err(FetchError::Locked { path: lock_path }),
+            Err(std::fs::TryLockError::Error(error)) => return Err(FetchError::io(&lock_path, "lock")(error)),
+        }
     }
 }
 

@@ -5,6 +5,7 @@
 
 use std::time::Duration;
 
+use object_store::GetRange;
 use reqwest::{
     Client, Response, StatusCode, Url,
     header::{ACCEPT_ENCODING, CONTENT_RANGE, ETAG, HeaderMap, IF_RANGE, LOCATION, RANGE, RETRY_AFTER},
@@ -12,22 +13,28 @@ use reqwest::{
 };
 
 use super::{
-    FetchError, FetchOptions, Progress,
+    FetchError, FetchOptions, MAX_BACKOFF, Progress,
     location::{Location, as_sha256, without_query},
+    object::{RemoteObject, is_passing},
     partial::Partial,
 };
 
 const MAX_REDIRECTS: usize = 10;
-const MAX_BACKOFF: Duration = Duration::from_secs(30);
 
 /// One file on its way.
 pub(super) struct Transfer<'a> {
-    client: Client,
+    origin: Origin,
     location: &'a Location,
     options: &'a FetchOptions,
     partial: Partial,
     /// SHA-256 that was asked for, or that Hugging Face declared.
     wanted: Option<String>,
+}
+
+/// Whom to ask.
+enum Origin {
+    Http(Client),
+    Object(RemoteObject),
 }
 
 /// Why a round ended early.
@@ -46,13 +53,17 @@ impl From<FetchError> for Failure {
 
 impl<'a> Transfer<'a> {
     /// # Errors
-    /// [`FetchError::Client`].
+    /// [`FetchError::Client`]; [`FetchError::InvalidSource`] if the environment does not say where an object is.
     pub(super) fn new(
         location: &'a Location,
         options: &'a FetchOptions,
         partial: Partial,
         wanted: Option<String>,
     ) -> Result<Self, FetchError> {
+        if RemoteObject::is_cloud(location.url.scheme()) {
+            let origin = Origin::Object(RemoteObject::new(&location.url, options)?);
+            return Ok(Self { origin, location, options, partial, wanted });
+        }
         // The client takes the process's provider; a second installation changes nothing.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let builder = || {
@@ -68,7 +79,8 @@ impl<'a> Transfer<'a> {
             "http" => builder().tls_certs_only([]).build(),
             _ => Err(error),
         });
-        Ok(Self { client: client.map_err(FetchError::Client)?, location, options, partial, wanted })
+        let origin = Origin::Http(client.map_err(FetchError::Client)?);
+        Ok(Self { origin, location, options, partial, wanted })
     }
 
     /// The bytes, and the SHA-256 that they must have if one is known.
@@ -84,7 +96,11 @@ impl<'a> Transfer<'a> {
         let mut furthest = self.partial.len();
         let mut attempts = 0;
         loop {
-            let (error, retry_after) = match self.round(progress).await {
+            let round = match &self.origin {
+                Origin::Http(client) => self.http_round(client.clone(), progress).await,
+                Origin::Object(object) => self.object_round(object.clone(), progress).await,
+            };
+            let (error, retry_after) = match round {
                 Ok(()) => return self.partial.flush().await,
                 Err(Failure::Fatal(error)) => {
                     self.partial.flush().await?;
@@ -101,20 +117,48 @@ impl<'a> Transfer<'a> {
                 self.partial.flush().await?;
                 return Err(FetchError::GaveUp { attempts, last: Box::new(error) });
             }
-            let backoff = self.options.backoff.saturating_mul(1 << (attempts - 1).min(16));
-            let wait = retry_after.unwrap_or(backoff).min(MAX_BACKOFF);
+            let wait = retry_after.map_or(self.options.backoff_after(attempts), |wait| wait.min(MAX_BACKOFF));
             tracing::warn!(%error, attempts, bytes = self.partial.len(), "cannot fetch, trying again");
             tokio::time::sleep(wait).await;
         }
     }
 
+    /// One request for an object's bytes that are missing, if any are.
+    async fn object_round(
+        &mut self,
+        object: RemoteObject,
+        progress: &mut (dyn FnMut(Progress) + Send),
+    ) -> Result<(), Failure> {
+        let of_object = |error| if is_passing(&error) { Failure::Passing(error, None) } else { Failure::Fatal(error) };
+        let meta = object.head().await.map_err(of_object)?;
+        // Without an ETag only the hash can tell whether two halves belong together.
+        let is_same = self.partial.etag() == meta.e_tag.as_deref() && (meta.e_tag.is_some() || self.wanted.is_some());
+        if !is_same || self.partial.len() > meta.size {
+            self.partial.restart(meta.e_tag.clone()).await?;
+        }
+        let mut shown = Progress { bytes: self.partial.len(), total_bytes: Some(meta.size) };
+        progress(shown);
+        if shown.bytes == meta.size {
+            return Ok(());
+        }
+        let range = GetRange::Bounded(shown.bytes..meta.size);
+        let mut chunks = object.get(range, meta.e_tag).await.map_err(of_object)?;
+        while let Some(chunk) = object.next(&mut chunks).await.map_err(of_object)? {
+            self.partial.write(&chunk).await?;
+            shown.bytes = self.partial.len();
+            progress(shown);
+        }
+        let missing = (shown.bytes != meta.size).then(|| object.short(meta.size as usize, shown.bytes as usize));
+        missing.map_or(Ok(()), |error| Err(Failure::Passing(error, None)))
+    }
+
     /// One request and its body.
-    async fn round(&mut self, progress: &mut (dyn FnMut(Progress) + Send)) -> Result<(), Failure> {
+    async fn http_round(&mut self, client: Client, progress: &mut (dyn FnMut(Progress) + Send)) -> Result<(), Failure> {
         let offset = self.partial.len();
         // Without an ETag only the hash can tell whether two halves belong together.
         let is_resumable = self.partial.etag().is_some() || self.wanted.is_some();
         let range = (offset > 0 && is_resumable).then_some(offset);
-        let (mut response, url) = self.request(range).await?;
+        let (mut response, url) = self.request(&client, range).await?;
         let content_range = response.headers().get(CONTENT_RANGE).and_then(|value| value.to_str().ok());
         let total_bytes = match response.status() {
             StatusCode::OK => {
@@ -164,11 +208,11 @@ impl<'a> Transfer<'a> {
     }
 
     /// Asks for the bytes from `offset` on and follows redirects. Returns the last URL too, as errors show it.
-    async fn request(&mut self, offset: Option<u64>) -> Result<(Response, String), Failure> {
+    async fn request(&mut self, client: &Client, offset: Option<u64>) -> Result<(Response, String), Failure> {
         let mut url = self.location.url.clone();
         for _ in 0..=MAX_REDIRECTS {
             // What is served compressed could not be resumed.
-            let mut request = self.client.get(url.clone()).header(ACCEPT_ENCODING, "identity");
+            let mut request = client.get(url.clone()).header(ACCEPT_ENCODING, "identity");
             if let Some(offset) = offset {
                 request = request.header(RANGE, format!("bytes={offset}-"));
                 if let Some(etag) = self.partial.etag() {

@@ -37,3 +37,9 @@ async fn compose_and_units_run_what_they_say() {
     let _turn = cluster::turn().unwrap();
     run_python("deploy/tests", "test_containers").await;
 }
+
+#[tokio::test]
+async fn a_model_is_delivered_over_breaks_and_by_slices() {
+    let _turn = cluster::turn().unwrap();
+    run_python("helm/tests", "test_delivery").await;
+}

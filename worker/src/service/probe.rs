@@ -1,5 +1,5 @@
 //! What the worker answers to orchestrators and Prometheus.
-//! Invariant: ready is a worker that the coordinator can give work to and whose steps come back; whether a model serves is
+//! Invariant: ready is a worker that has loaded what it was given and whose steps come back; whether a model serves is
 //! the coordinator's answer.
 
 use std::time::SystemTime;
@@ -20,7 +20,11 @@ impl Probe for WorkerState {
         if !self.is_registered() {
             return Err("the worker is not registered with its coordinator".to_owned());
         }
-        if self.replicas.states().contains(&PartState::Stalled) {
+        let states = self.replicas.states();
+        if states.contains(&PartState::Loading) {
+            return Err("a part of a replica is being loaded".to_owned());
+        }
+        if states.contains(&PartState::Stalled) {
             return Err("a replica that the worker leads does not answer".to_owned());
         }
         Ok(())

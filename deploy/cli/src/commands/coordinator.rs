@@ -62,7 +62,8 @@ struct Settings {
     #[command(flatten)]
     #[serde(flatten)]
     etcd: EtcdArgs,
-    /// Model to serve: a path on the workers
+    /// Model to serve: a path on the workers, or the URL (https://, s3://, gs://, az://) of a GGUF file that they read
+    /// where it lies
     #[arg(long, env = "LOCKSTEP_MODEL", value_name = "PATH")]
     model: Option<String>,
     /// Name of the model for clients [default: the file's name without extension]

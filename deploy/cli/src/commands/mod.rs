@@ -4,6 +4,7 @@ pub mod bench;
 pub mod coordinator;
 pub mod drain;
 pub mod generate;
+pub mod health;
 pub mod plan;
 pub mod pull;
 pub mod status;

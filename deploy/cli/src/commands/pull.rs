@@ -1,4 +1,4 @@
-//! `lockstep pull`: a checkpoint from Hugging Face or a URL to a local file.
+//! `lockstep pull`: a checkpoint from Hugging Face, a URL or a cloud to a local file.
 
 use std::path::PathBuf;
 
@@ -13,9 +13,11 @@ use crate::{Interrupted, output::print_line, progress};
 From Hugging Face, into this folder:
   lockstep pull hf://bartowski/SmolLM2-135M-Instruct-GGUF/SmolLM2-135M-Instruct-Q4_K_M.gguf
 From a URL, under another name, checked:
-  lockstep pull https://example.org/m.gguf --output /models/m.gguf --sha256 9f86d081884c7d65…")]
+  lockstep pull https://example.org/m.gguf --output /models/m.gguf --sha256 9f86d081884c7d65…
+From S3 (AWS_…), Google Cloud Storage (GOOGLE_…) or Azure (AZURE_…), as the environment says, on a volume that others share:
+  lockstep pull s3://bucket/m.gguf --output /models --wait")]
 pub struct Args {
-    /// hf://org/repo/file[@revision] or an http(s) URL
+    /// hf://org/repo/file[@revision], an http(s) URL, s3://bucket/key, gs://bucket/object or az://container/blob
     #[arg(value_name = "SOURCE")]
     source: String,
     /// File or existing folder to write to
@@ -24,6 +26,9 @@ pub struct Args {
     /// SHA-256 that the file must have, in hexadecimal [default: what Hugging Face declares]
     #[arg(long, value_name = "HEX")]
     sha256: Option<String>,
+    /// Wait for another process that is fetching the same file, rather than fail
+    #[arg(long)]
+    wait: bool,
     /// Where hf:// leads
     #[arg(long, env = "HF_ENDPOINT", value_name = "URL")]
     hf_endpoint: Option<String>,
@@ -42,6 +47,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         hf_endpoint: args.hf_endpoint.unwrap_or_else(|| defaults.hf_endpoint.clone()),
         hf_token: args.hf_token,
         sha256: args.sha256,
+        waits_for_others: args.wait,
         ..defaults
     };
     let bar = progress::bytes_bar("fetching");

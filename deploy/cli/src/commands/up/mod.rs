@@ -10,6 +10,7 @@ use std::{
 };
 
 use anyhow::Context;
+use lockstep_model::source::is_remote;
 use lockstep_proto::v1::{GetClusterRequest, LoadModelRequest};
 use lockstep_sharding::Dtype;
 use lockstep_worker::devices::{DeviceSelection, DeviceSettings, LocalDevices};
@@ -47,7 +48,7 @@ Two replicas of two pipeline stages each, one thread a worker:
 Clients of other machines, with TLS:
   lockstep up --model model.gguf --host 0.0.0.0 --tls-cert server.pem --tls-key server.key")]
 pub struct Args {
-    /// Model file or folder
+    /// Model file or folder, or the URL (https://, s3://, gs://, az://) of a GGUF file that workers read where it lies
     #[arg(long, value_name = "PATH")]
     model: PathBuf,
     /// Name of the model for clients [default: the file's name without extension]
@@ -114,7 +115,8 @@ pub async fn run(args: Args, log: &LogSettings) -> anyhow::Result<()> {
     args.prefix_caching.as_deref().map(|value| is_on("prefix_caching", value)).transpose()?;
     let choose = |num_ranks| choose_automatically(num_ranks, dtype);
     let layout = args.layout.layout(devices.selection()?, &choose)?;
-    let model = args.model.canonicalize().with_context(|| format!("model {}", args.model.display()))?;
+    let model = if is_remote(&args.model) { Ok(args.model.clone()) } else { args.model.canonicalize() };
+    let model = model.with_context(|| format!("model {}", args.model.display()))?;
     if let Some(path) = args.ready_file.as_deref().filter(|path| path.exists()) {
         std::fs::remove_file(path).with_context(|| format!("old ready file {}", path.display()))?;
     }

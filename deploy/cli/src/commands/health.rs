@@ -1,0 +1,35 @@
+//! `lockstep health`: whether a coordinator answers and can serve, as an exit code, for containers without other tools.
+
+use lockstep_proto::status::Class;
+use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
+
+use crate::client::{ServerArgs, refused};
+
+/// Ask a coordinator's health service: exit code 0 if a model can be served, else 1. Needs no API key.
+#[derive(clap::Args)]
+#[command(after_help = "\
+Can it serve?
+  lockstep health --server https://host-a:7070 --tls-ca ca.pem
+Does it answer at all?
+  lockstep health --live")]
+pub struct Args {
+    #[command(flatten)]
+    server: ServerArgs,
+    /// Ask only whether the process answers
+    #[arg(long)]
+    live: bool,
+}
+
+/// Asks once.
+///
+/// # Errors
+/// If nothing answers, or the coordinator cannot serve.
+pub async fn run(args: Args) -> anyhow::Result<()> {
+    let mut client = HealthClient::new(args.server.any().await?);
+    let answer = client.check(HealthCheckRequest { service: String::new() }).await;
+    let status = answer.map_err(|status| refused(&status))?.into_inner().status();
+    if status == ServingStatus::Serving || args.live {
+        return Ok(());
+    }
+    Err(refused(&Class::NotReady.status("no model can be served")))
+}

@@ -1,0 +1,153 @@
+//! Objects of S3, Google Cloud Storage and Azure, and files of HTTP servers, by ranges of bytes.
+//! For: [`fetch`](super::fetch) of `s3://`, `gs://` and `az://`, and weights that are read where they lie.
+//! Invariants: no wait is without a time-out; ranges of one object are never of two versions of it.
+//! Not here: credentials. They are what each cloud's own tools read from the environment (`AWS_…`, `GOOGLE_…`,
+//! `AZURE_…`), the identity that a machine or pod was given included.
+
+use std::{sync::Arc, time::Duration};
+
+use futures::{StreamExt, stream::BoxStream};
+use object_store::{
+    ClientConfigKey, GetOptions, GetRange, ObjectMeta, ObjectStore, ObjectStoreExt, RetryConfig,
+    aws::{AmazonS3Builder, AmazonS3ConfigKey},
+    azure::{AzureConfigKey, MicrosoftAzureBuilder},
+    gcp::{GoogleCloudStorageBuilder, GoogleConfigKey},
+    http::HttpBuilder,
+    path::Path,
+};
+use reqwest::Url;
+
+use super::{FetchError, FetchOptions, location::without_query};
+
+/// Longest that one answer may take, its body included: only what stands still is given up, and that is found otherwise.
+const WHOLE_ANSWER: &str = "24h";
+
+/// One object, by its address.
+#[derive(Clone, Debug)]
+pub(crate) struct RemoteObject {
+    store: Arc<dyn ObjectStore>,
+    path: Path,
+    /// For errors.
+    url: String,
+    stall_timeout: Duration,
+}
+
+/// Bytes as they come.
+pub(crate) type Chunks = BoxStream<'static, object_store::Result<bytes::Bytes>>;
+
+impl RemoteObject {
+    /// Whether a source is an object of a cloud.
+    pub(crate) fn is_cloud(scheme: &str) -> bool {
+        matches!(scheme, "s3" | "s3a" | "gs" | "az" | "azure" | "abfs" | "abfss")
+    }
+
+    /// Makes a client for the object; nothing is asked yet.
+    ///
+    /// # Errors
+    /// [`FetchError::InvalidSource`] if the URL or the environment does not say where and as whom.
+    pub(crate) fn new(url: &Url, options: &FetchOptions) -> Result<Self, FetchError> {
+        // The client takes the process's provider; a second installation changes nothing.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let shown = without_query(url);
+        let invalid = |problem: String| FetchError::InvalidSource { source_name: shown.clone(), problem };
+        let store = store_of(url, options).map_err(|error| invalid(error.to_string()))?;
+        let path = Path::from_url_path(url.path()).map_err(|error| invalid(error.to_string()))?;
+        Ok(Self { store, path, url: shown, stall_timeout: options.stall_timeout })
+    }
+
+    /// Size and ETag.
+    ///
+    /// # Errors
+    /// [`FetchError::Object`], [`FetchError::Stalled`].
+    pub(crate) async fn head(&self) -> Result<ObjectMeta, FetchError> {
+        self.in_time(self.store.head(&self.path)).await?.map_err(|source| self.failed(source))
+    }
+
+    /// The bytes of a range, of the version that has this ETag.
+    ///
+    /// # Errors
+    /// [`FetchError::Object`], [`FetchError::Stalled`].
+    pub(crate) async fn get(&self, range: GetRange, etag: Option<String>) -> Result<Chunks, FetchError> {
+        let options = GetOptions { range: Some(range), if_match: etag, ..GetOptions::default() };
+        let answer = self.in_time(self.store.get_opts(&self.path, options)).await?;
+        answer.map(object_store::GetResult::into_stream).map_err(|source| self.failed(source))
+    }
+
+    /// The next bytes; `None` at the end.
+    ///
+    /// # Errors
+    /// [`FetchError::Object`], [`FetchError::Stalled`].
+    pub(crate) async fn next(&self, chunks: &mut Chunks) -> Result<Option<bytes::Bytes>, FetchError> {
+        self.in_time(chunks.next()).await?.transpose().map_err(|source| self.failed(source))
+    }
+
+    /// The error of a range that ended early.
+    pub(crate) fn short(&self, expected: usize, got: usize) -> FetchError {
+        FetchError::Response { url: self.url.clone(), problem: format!("expected {expected} bytes, got {got}") }
+    }
+
+    async fn in_time<T>(&self, answer: impl Future<Output = T>) -> Result<T, FetchError> {
+        let stalled = |_| FetchError::Stalled { url: self.url.clone(), seconds: self.stall_timeout.as_secs_f64() };
+        tokio::time::timeout(self.stall_timeout, answer).await.map_err(stalled)
+    }
+
+    fn failed(&self, source: object_store::Error) -> FetchError {
+        FetchError::Object { url: self.url.clone(), source: Box::new(source) }
+    }
+}
+
+/// Whether trying again may help.
+pub(crate) fn is_passing(error: &FetchError) -> bool {
+    use object_store::Error;
+    match error {
+        FetchError::Stalled { .. } | FetchError::Response { .. } => true,
+        FetchError::Object { source, .. } => !matches!(
+            **source,
+            Error::NotFound { .. }
+                | Error::InvalidPath { .. }
+                | Error::NotSupported { .. }
+                | Error::NotImplemented { .. }
+                | Error::PermissionDenied { .. }
+                | Error::Unauthenticated { .. }
+        ),
+        _ => false,
+    }
+}
+
+fn store_of(url: &Url, options: &FetchOptions) -> object_store::Result<Arc<dyn ObjectStore>> {
+    // Whoever asks tries again himself, and goes on where it broke.
+    let retry = RetryConfig { max_retries: 1, retry_timeout: options.stall_timeout, ..RetryConfig::default() };
+    let connect = format!("{}ms", options.connect_timeout.as_millis());
+    let times =
+        || [(ClientConfigKey::ConnectTimeout, connect.clone()), (ClientConfigKey::Timeout, WHOLE_ANSWER.into())];
+    Ok(match url.scheme() {
+        "s3" | "s3a" => {
+            let builder = AmazonS3Builder::from_env().with_url(url.as_str()).with_retry(retry);
+            let builder = times()
+                .into_iter()
+                .fold(builder, |builder, (key, value)| builder.with_config(AmazonS3ConfigKey::Client(key), value));
+            Arc::new(builder.build()?)
+        }
+        "gs" => {
+            let builder = GoogleCloudStorageBuilder::from_env().with_url(url.as_str()).with_retry(retry);
+            let builder = times()
+                .into_iter()
+                .fold(builder, |builder, (key, value)| builder.with_config(GoogleConfigKey::Client(key), value));
+            Arc::new(builder.build()?)
+        }
+        "http" | "https" => {
+            let origin = url.origin().ascii_serialization();
+            let is_clear = (ClientConfigKey::AllowHttp, "true".to_owned());
+            let builder = HttpBuilder::new().with_url(origin).with_retry(retry);
+            let settings = times().into_iter().chain([is_clear]);
+            Arc::new(settings.fold(builder, |builder, (key, value)| builder.with_config(key, value)).build()?)
+        }
+        _ => {
+            let builder = MicrosoftAzureBuilder::from_env().with_url(url.as_str()).with_retry(retry);
+            let builder = times()
+                .into_iter()
+                .fold(builder, |builder, (key, value)| builder.with_config(AzureConfigKey::Client(key), value));
+            Arc::new(builder.build()?)
+        }
+    })
+}
