@@ -84,12 +84,28 @@ capabilities: {drop: [ALL]}
 {{- end -}}
 
 {{/* Log and traces, which are no keys of the settings file. */}}
-{{- define "lockstep.telemetryEnvironment" -}}
+{{- define "lockstep.logEnvironment" -}}
 - {name: LOCKSTEP_LOG_FORMAT, value: {{ .Values.telemetry.logFormat | quote }}}
 - {name: LOCKSTEP_LOG, value: {{ .Values.telemetry.logFilter | quote }}}
+{{- end -}}
+
+{{- define "lockstep.telemetryEnvironment" -}}
+{{ include "lockstep.logEnvironment" . }}
 {{- with .Values.telemetry.otlpEndpoint }}
 - {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
 - {name: OTEL_TRACES_SAMPLER_ARG, value: {{ $.Values.telemetry.traceRatio | quote }}}
+{{- end }}
+{{- with .Values.telemetry.otlpHeaders }}
+{{- if .secretName }}
+- {name: OTEL_EXPORTER_OTLP_HEADERS, valueFrom: {secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}}}
+{{- end }}
+{{- end }}
+{{- if .Values.telemetry.otlpTls.secretName }}
+- {name: OTEL_EXPORTER_OTLP_CERTIFICATE, value: /etc/lockstep/otlp-tls/ca.crt}
+{{- if .Values.telemetry.otlpTls.clientCertificate }}
+- {name: OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE, value: /etc/lockstep/otlp-tls/tls.crt}
+- {name: OTEL_EXPORTER_OTLP_CLIENT_KEY, value: /etc/lockstep/otlp-tls/tls.key}
+{{- end }}
 {{- end }}
 {{- end -}}
 

@@ -10,6 +10,9 @@
 {{- if .Values.etcd.user.name }}
 - {name: etcd-user, mountPath: /etc/lockstep/etcd-user, readOnly: true}
 {{- end }}
+{{- if .Values.telemetry.otlpTls.secretName }}
+- {name: otlp-tls, mountPath: /etc/lockstep/otlp-tls, readOnly: true}
+{{- end }}
 {{- end -}}
 
 {{- define "lockstep.memberVolumes" -}}
@@ -21,6 +24,9 @@
 {{- end }}
 {{- if .Values.etcd.user.name }}
 - {name: etcd-user, secret: {secretName: {{ .Values.etcd.user.secretName }}}}
+{{- end }}
+{{- with .Values.telemetry.otlpTls.secretName }}
+- {name: otlp-tls, secret: {secretName: {{ . }}}}
 {{- end }}
 {{- end -}}
 
@@ -80,7 +86,7 @@ topologySpreadConstraints: {{- toYaml . | nindent 2 }}
     - --sha256={{ . }}
     {{- end }}
   env:
-    {{- include "lockstep.telemetryEnvironment" .root | nindent 4 }}
+    {{- include "lockstep.logEnvironment" .root | nindent 4 }}
     {{- with .root.Values.model.hfToken }}
     {{- if .secretName }}
     - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}}}
