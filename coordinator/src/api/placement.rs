@@ -217,7 +217,10 @@ impl Placement {
             let now = Instant::now();
             self.avoided.retain(|(_, until)| *until > now);
             let is_avoided = |other: &Replica| self.avoided.iter().any(|(avoided, _)| std::ptr::eq(&**avoided, other));
-            if let Some(load) = choose(&model, Work::of(&self.request), |replica| !is_avoided(replica)) {
+            // Replicas that refuse late, one after the other, must not keep it for ever.
+            let is_late = now >= limit && self.last_tried.is_some_and(|tried| tried > begin);
+            let choose = || choose(&model, Work::of(&self.request), |replica| !is_avoided(replica));
+            if let Some(load) = (!is_late).then(choose).flatten() {
                 return Ok(load);
             }
             if !self.was_taken && matches!(error, RequestError::Worker { .. }) {

@@ -230,6 +230,32 @@ async fn without_a_deadline_the_failover_timeout_bounds_the_wait() {
 }
 
 #[tokio::test]
+async fn replicas_that_refuse_late_keep_nobody_for_ever() {
+    let settings = CoordinatorConfig { failover_timeout: Duration::from_millis(500), ..policy(3) };
+    let (coordinator, mut workers) = replicas(3, settings).await;
+    halt_all(&workers, 3);
+    let mut stream = start(&coordinator, request(10)).await;
+    read(&mut stream, 3).await;
+    let runner = take_runner(&mut workers);
+    let states: Vec<_> = workers.iter().map(|worker| std::sync::Arc::clone(&worker.state)).collect();
+    let refusing = tokio::spawn(async move {
+        loop {
+            for state in &states {
+                // Later than the time for which it is not asked again.
+                *state.token_delay.lock().unwrap() = Duration::from_millis(350);
+                *state.refusal.lock().unwrap() = Some(Class::NotReady);
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    });
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    drop(runner);
+    let status = tokio::time::timeout(Duration::from_secs(5), collect(stream)).await.expect("it waits for ever");
+    assert_eq!(Class::of(&status.unwrap_err()), Class::WorkerLost);
+    refusing.abort();
+}
+
+#[tokio::test]
 async fn a_client_that_leaves_while_waiting_frees_its_place() {
     let (coordinator, mut workers) = replicas(1, policy(1)).await;
     halt_all(&workers, 3);

@@ -54,7 +54,7 @@ const HEARTBEAT_PERIOD: Duration = Duration::from_millis(50);
 pub struct StubState {
     /// Text that its sequences spell, over and over.
     pub script: Mutex<String>,
-    /// Pause before each token.
+    /// Pause before each token, and before a refusal.
     pub token_delay: Mutex<Duration>,
     /// Its sequences yield no token from this index of their output on.
     pub halts_at: Mutex<usize>,
@@ -234,7 +234,10 @@ impl Worker for StubService {
         }) {
             return Err(Class::StaleEpoch.status("not held on 10.0.0.1"));
         }
-        if let Some(class) = self.0.refusal.lock().unwrap().take() {
+        let refusal = self.0.refusal.lock().unwrap().take();
+        if let Some(class) = refusal {
+            let delay = *self.0.token_delay.lock().unwrap();
+            tokio::time::sleep(delay).await;
             return Err(class.status("it is refused on purpose"));
         }
         *self.0.last_sequence.lock().unwrap() = Some(request.clone());
