@@ -6,6 +6,7 @@ use std::{
 };
 
 use lockstep_proto::{
+    Message,
     status::Class,
     v1::{self, generate_request::Input},
 };
@@ -116,6 +117,26 @@ async fn deadline_is_kept() {
     assert!(begin.elapsed() < Duration::from_secs(2));
     let state = &workers[0].state;
     eventually("cancelling the sequence", || state.num_cancelled.load(Ordering::SeqCst) == 1).await;
+}
+
+#[tokio::test]
+async fn a_deadline_that_passes_before_the_stream_begins_is_one() {
+    let (coordinator, workers) = cluster(1, config("tensor=1", 1)).await;
+    // Not tonic's client, which would act on the header itself.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let client = reqwest::Client::builder().http2_prior_knowledge().build().unwrap();
+    let message = request(5).encode_to_vec();
+    let mut body = vec![0, 0, 0, 0, message.len() as u8];
+    body.extend(message);
+    for attempt in 0..40 {
+        // The request waits for another replica for longer than that.
+        *workers[0].state.refusal.lock().unwrap() = Some(Class::ShuttingDown);
+        let call = client.post(format!("http://{}/lockstep.v1.Inference/Generate", coordinator.grpc));
+        let call = call.header("content-type", "application/grpc").header("te", "trailers");
+        let answer = call.header("grpc-timeout", "30m").body(body.clone()).send().await.unwrap();
+        let status = answer.headers().get("grpc-status").cloned();
+        assert_eq!(status.unwrap(), (Code::DeadlineExceeded as i32).to_string().as_str(), "attempt {attempt}");
+    }
 }
 
 #[tokio::test]
