@@ -6,15 +6,15 @@
 use std::time::{Duration, Instant, SystemTime};
 
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
+pub use opentelemetry::{
+    Array, KeyValue, Value,
+    trace::{Span as OpenSpan, SpanContext, SpanId, Status, TraceId},
+};
 use opentelemetry::{
     Context,
     global::{self, BoxedSpan},
     propagation::{Extractor, Injector, TextMapPropagator},
     trace::{Link, SpanBuilder, SpanKind, TraceContextExt, TraceFlags, TraceState, Tracer},
-};
-pub use opentelemetry::{
-    KeyValue, Value,
-    trace::{Span as OpenSpan, SpanContext, SpanId, Status, TraceId},
 };
 use opentelemetry_sdk::propagation::TraceContextPropagator;
 use tracing::{Span, field};

@@ -12,7 +12,7 @@ use opentelemetry_proto::tonic::{
         ExportTraceServiceRequest, ExportTraceServiceResponse,
         trace_service_server::{TraceService, TraceServiceServer},
     },
-    common::v1::{KeyValue, any_value::Value},
+    common::v1::{AnyValue, any_value::Value},
     trace::v1::Span,
 };
 use tokio::net::TcpListener;
@@ -31,7 +31,8 @@ pub struct Received {
 impl Received {
     /// The values of its attributes as text.
     pub fn attributes(&self) -> BTreeMap<String, String> {
-        self.span.attributes.iter().map(|attribute| (attribute.key.clone(), text(attribute))).collect()
+        let attributes = self.span.attributes.iter();
+        attributes.map(|attribute| (attribute.key.clone(), text(attribute.value.as_ref()))).collect()
     }
 }
 
@@ -106,7 +107,7 @@ impl TraceService for Sink {
         for resource in request.into_inner().resource_spans {
             let attributes = resource.resource.unwrap_or_default().attributes;
             let service = attributes.iter().find(|attribute| attribute.key == "service.name");
-            let service = service.map_or_else(String::new, text);
+            let service = service.map_or_else(String::new, |service| text(service.value.as_ref()));
             let of_scopes = resource.scope_spans.into_iter().flat_map(|scope| scope.spans);
             seen.spans.extend(of_scopes.map(|span| Received { service: service.clone(), span }));
         }
@@ -114,12 +115,16 @@ impl TraceService for Sink {
     }
 }
 
-fn text(attribute: &KeyValue) -> String {
-    match attribute.value.as_ref().and_then(|value| value.value.as_ref()) {
+fn text(value: Option<&AnyValue>) -> String {
+    match value.and_then(|value| value.value.as_ref()) {
         Some(Value::StringValue(value)) => value.clone(),
         Some(Value::IntValue(value)) => value.to_string(),
         Some(Value::DoubleValue(value)) => value.to_string(),
         Some(Value::BoolValue(value)) => value.to_string(),
+        Some(Value::ArrayValue(array)) => {
+            let texts: Vec<_> = array.values.iter().map(|value| text(Some(value))).collect();
+            format!("[{}]", texts.join(", "))
+        }
         other => format!("{other:?}"),
     }
 }

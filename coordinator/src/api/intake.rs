@@ -61,6 +61,8 @@ pub struct Prepared {
     pub request_id: String,
     /// Its prompt.
     pub token_ids: Vec<u32>,
+    /// What traces call it.
+    operation: &'static str,
     /// Complete, but for the stop texts.
     sampling: v1::SamplingParams,
     stops: Vec<String>,
@@ -110,6 +112,7 @@ impl Intake {
         let description = described(&model)?;
         validate::check_request(&request, description.shape.vocab_size)?;
         let encode = |text| self.tokenizing.encode(text, &description, |token_ids, _| token_ids);
+        let operation = if matches!(request.input, Some(Input::Chat(_))) { "chat" } else { "text_completion" };
         let token_ids = match request.input {
             Some(Input::TokenIds(tokens)) => tokens.ids,
             Some(Input::Prompt(text)) => encode(PromptText::Prompt(text)).await?,
@@ -123,7 +126,7 @@ impl Intake {
         let received = request.received.unwrap_or_default();
         validate::check_received(&received, &sampling)?;
         let stops = std::mem::take(&mut sampling.stop);
-        Ok(Prepared { model, description, request_id, token_ids, sampling, stops, received })
+        Ok(Prepared { model, description, request_id, token_ids, operation, sampling, stops, received })
     }
 
     /// Starts one sequence of a request on the best replica: the one of index `sample` among those of the request, whose
@@ -157,7 +160,7 @@ impl Intake {
         };
         let span = Span::current();
         permit.entry.tenant().mark(&mut sequence);
-        span::describe(&span, &sequence);
+        span::describe(&span, prepared.operation, &sequence);
         let metrics = Arc::clone(&self.metrics);
         let failover = Failover {
             router: self.router.clone(),

@@ -3,16 +3,16 @@
 //! For: [`generation`](super::generation). Invariant: texts and tokens never appear, only their numbers.
 
 use lockstep_proto::v1;
-use lockstep_telemetry::trace::{KeyValue, OpenTelemetrySpanExt, Status};
+use lockstep_telemetry::trace::{Array, KeyValue, OpenTelemetrySpanExt, Status, Value};
 use tracing::Span;
 
 use crate::served::Replica;
 
-/// Says what was asked for.
-pub fn describe(span: &Span, request: &v1::RunSequenceRequest) {
+/// Says what was asked for; `operation` is the conventions' word for it.
+pub fn describe(span: &Span, operation: &'static str, request: &v1::RunSequenceRequest) {
     let sampling = request.sampling.clone().unwrap_or_default();
     span.set_attribute("gen_ai.provider.name", "lockstep");
-    span.set_attribute("gen_ai.operation.name", "text_completion");
+    span.set_attribute("gen_ai.operation.name", operation);
     span.set_attribute("gen_ai.request.model", request.model.clone());
     span.set_attribute("gen_ai.request.max_tokens", i64::from(sampling.max_tokens()));
     span.set_attribute("gen_ai.request.temperature", f64::from(sampling.temperature.unwrap_or(1.0)));
@@ -55,7 +55,9 @@ pub fn end(span: &Span, ending: &Ending<'_>) {
     span.set_attribute("gen_ai.usage.output_tokens", num_tokens as i64);
     if let Some(v1::Finish { usage, timings, .. }) = finish {
         let v1::Timings { queue_ms, ttft_ms, decode_ms } = timings.unwrap_or_default();
-        span.set_attribute("gen_ai.response.finish_reasons", outcome);
+        // One for each choice by the conventions; this span has one.
+        let finish_reasons = Value::Array(Array::String(vec![outcome.into()]));
+        span.set_attribute("gen_ai.response.finish_reasons", finish_reasons);
         span.set_attribute("lockstep.cached_tokens", i64::from(usage.unwrap_or_default().cached_tokens));
         span.set_attribute("lockstep.queue_ms", queue_ms);
         span.set_attribute("lockstep.ttft_ms", ttft_ms);

@@ -126,6 +126,8 @@ fn check_spans(spans: &[Received]) {
         ("gen_ai.response.id", "traced-1"),
         ("gen_ai.usage.input_tokens", "5"),
         ("gen_ai.usage.output_tokens", "6"),
+        ("gen_ai.operation.name", "text_completion"),
+        ("gen_ai.response.finish_reasons", "[length]"),
         ("lockstep.moves", "0"),
         ("lockstep.outcome", "length"),
     ] {
