@@ -71,8 +71,21 @@ if ! has_etcd; then
         fail "cannot install etcd-server, etcd-client, protobuf-compiler and libprotobuf-dev"
 fi
 
+# The WebGPU device is tested on Vulkan in software: Mesa's lavapipe, some 30 MB from Debian.
+lavapipe=$(ls /usr/share/vulkan/icd.d/lvp_icd.*.json 2>/dev/null | head -1 || true)
+if [ -z "$lavapipe" ] || ! ldconfig -p | grep -q 'libvulkan\.so\.1'; then
+    command -v apt-get >/dev/null || fail "no lavapipe: install Mesa's Vulkan drivers and libvulkan.so.1"
+    say "Vulkan in software through apt-get"
+    as_root=$([ "$(id -u)" = 0 ] || echo sudo)
+    $as_root apt-get -qq update
+    $as_root apt-get -qq install -y --no-install-recommends mesa-vulkan-drivers libvulkan1 >/dev/null ||
+        fail "cannot install mesa-vulkan-drivers and libvulkan1"
+    lavapipe=$(ls /usr/share/vulkan/icd.d/lvp_icd.*.json | head -1)
+fi
+export VK_ICD_FILENAMES=$lavapipe
+
 # The kernels of the GPU backends are compiled for all architectures, which needs the compiler but no GPU.
-features="lockstep-cli/cuda,lockstep-cli/etcd"
+features="lockstep-cli/cuda,lockstep-cli/etcd,lockstep-cli/webgpu"
 nvrtc=$("$LOCKSTEP_TEST_PYTHON" -c \
     'import importlib.util; print(next(iter(importlib.util.find_spec("nvidia.cu13").submodule_search_locations)) + "/lib")')
 export LD_LIBRARY_PATH=$nvrtc${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}

@@ -1,5 +1,6 @@
 //! Devices and their fused kernels. Leaf crate: it knows no model names, no ranks, no network.
 //!
+//! - [`adapter_id`]: names of GPUs that are not reached through CUDA.
 //! - [`device`]: trait [`Device`], the dozen operations that a forward step is made of.
 //! - [`group`]: what it takes for the devices of several ranks to meet.
 //! - [`ops`]: the contract of each operation: parameters, shapes, and `check()`; no device code.
@@ -7,10 +8,12 @@
 //! - [`mod@reference`]: plain-loop oracles, slow and obvious, for tests.
 //! - [`cpu`]: the CPU device, SIMD chosen at run time.
 //! - `cuda`: NVIDIA GPUs (feature `cuda`).
+//! - `webgpu`: GPUs through Vulkan, Metal and DX12 (feature `webgpu`).
 //!
 //! Invariants: a call that passes `check` stays inside its buffers; weights stay quantized in memory;
 //! the result for one token does not depend on which other tokens share the call.
 
+pub mod adapter_id;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -20,6 +23,8 @@ pub mod group;
 pub mod ops;
 pub mod quant;
 pub mod reference;
+#[cfg(feature = "webgpu")]
+pub mod webgpu;
 
 pub use device::Device;
 pub use error::KernelError;

@@ -212,8 +212,13 @@ impl Topology {
         }
         let stated = if is_one_host { self.intra_host } else { self.inter_host };
         stated.unwrap_or_else(|| {
-            // A kind's name is part of the name that a worker reports: `cuda NVIDIA H200`.
-            let kind = |name: &str| KINDS.iter().rposition(|kind| name.to_lowercase().contains(kind.name));
+            // A kind's name is part of the name that a worker reports: `cuda NVIDIA H200`. Through Vulkan, Metal and DX12
+            // devices meet over their hosts, whatever they are.
+            let kind = |name: &str| {
+                let meets_over_hosts = ["vulkan:", "metal:", "dx12:"].iter().any(|prefix| name.starts_with(prefix));
+                let known = KINDS.iter().rposition(|kind| name.to_lowercase().contains(kind.name));
+                known.filter(|_| !meets_over_hosts)
+            };
             let slowest = specs().map(|spec| kind(&spec.name).unwrap_or(KINDS.len() - 1)).max();
             let kind = &KINDS[slowest.unwrap_or(KINDS.len() - 1)];
             if is_one_host { kind.intra_host } else { kind.inter_host }

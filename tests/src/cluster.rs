@@ -36,12 +36,19 @@ pub struct Layout {
     pub workers: usize,
     /// Full copies of the model.
     pub replicas: usize,
+    /// Names of the ranks' devices, if they are of other kinds.
+    pub devices: Option<&'static str>,
 }
 
 impl Layout {
     /// `tensor` × `pipeline` workers of one thread.
     pub fn new(tensor: usize, pipeline: usize) -> Self {
-        Self { tensor, pipeline, threads: 1, is_on_gpus: false, workers: tensor * pipeline, replicas: 1 }
+        Self { tensor, pipeline, threads: 1, is_on_gpus: false, workers: tensor * pipeline, replicas: 1, devices: None }
+    }
+
+    /// `tensor` × `pipeline` workers with these devices.
+    pub fn on(devices: &'static str, tensor: usize, pipeline: usize) -> Self {
+        Self { devices: Some(devices), ..Self::new(tensor, pipeline) }
     }
 
     /// `tensor` × `pipeline` GPUs of one worker.
@@ -57,7 +64,9 @@ impl Layout {
     /// Arguments of `up`.
     fn arguments(&self) -> Vec<String> {
         let num_ranks = self.tensor * self.pipeline * self.replicas;
-        let devices = if self.is_on_gpus {
+        let devices = if let Some(devices) = self.devices {
+            format!("--device={devices}")
+        } else if self.is_on_gpus {
             let names: Vec<String> = (0..num_ranks).map(|ordinal| format!("cuda:{ordinal}")).collect();
             format!("--device={}", names.join(","))
         } else {

@@ -9,8 +9,8 @@ use crate::UsageError;
 /// Which devices, and what they hold.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct DeviceArgs {
-    /// Devices of the ranks: auto (GPUs if CUDA works here and there are enough, else the processor), cpu, or GPUs such as
-    /// cuda:0,cuda:1 [default: auto]
+    /// Devices of the ranks: auto (GPUs if there are enough that CUDA, Metal, Vulkan or DX12 reach, else the processor),
+    /// cpu, webgpu:auto, or names such as cuda:0,cuda:1, vulkan:0, metal:0 [default: auto]
     #[arg(long, env = "LOCKSTEP_DEVICE", value_name = "DEVICES")]
     pub device: Option<String>,
     /// Type in which keys and values are held and attention multiplies: auto (bf16 for BF16 checkpoints, else f16), f16,

@@ -25,7 +25,7 @@ pub(super) fn processor_name() -> String {
 }
 
 /// Memory that is free now, within the limit of the control group if there is one.
-pub(super) fn available_memory_bytes() -> u64 {
+pub fn available_memory_bytes() -> u64 {
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let kibibytes = meminfo
         .lines()

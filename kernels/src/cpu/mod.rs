@@ -21,6 +21,7 @@ use std::sync::Arc;
 
 use lockstep_formats::Dtype;
 
+pub use info::available_memory_bytes;
 pub use kv_cache::CpuKvCache;
 pub use matmul::CpuLinear;
 pub use memory::{CpuTensor, return_freed_memory};

@@ -27,4 +27,5 @@ mod start_up;
 mod streams;
 mod tenants;
 mod traces;
+mod webgpu;
 mod worker_loss;

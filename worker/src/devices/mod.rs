@@ -5,13 +5,18 @@
 
 #[cfg(feature = "cuda")]
 mod cuda;
+pub mod listing;
+#[cfg(feature = "webgpu")]
+pub mod webgpu;
 
 use std::{fmt, path::PathBuf, str::FromStr};
 
 use lockstep_formats::Dtype;
 #[cfg(feature = "cuda")]
 use lockstep_kernels::cuda::{CudaDevice, KernelCache};
-use lockstep_kernels::{Device, KernelError, cpu::CpuDevice, device::DeviceInfo};
+#[cfg(feature = "webgpu")]
+use lockstep_kernels::webgpu::WebGpuDevice;
+use lockstep_kernels::{Device, KernelError, adapter_id::AdapterId, cpu::CpuDevice, device::DeviceInfo};
 use lockstep_sharding::usable_bytes;
 
 use crate::{WorkerError, config::threads_per_device};
@@ -19,17 +24,60 @@ use crate::{WorkerError, config::threads_per_device};
 /// Why there are no GPUs.
 #[cfg(not(feature = "cuda"))]
 const NO_CUDA: &str = "this build lacks the feature cuda";
+/// Why there are no adapters.
+#[cfg(not(feature = "webgpu"))]
+const NO_WEBGPU: &str = "this build lacks the feature webgpu";
 
 /// What the settings ask for.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum DeviceSelection {
-    /// All NVIDIA GPUs if CUDA works here, else the processor.
+    /// All NVIDIA GPUs if CUDA works here, else the GPUs that Metal, Vulkan or DX12 show, else the processor.
     #[default]
     Auto,
     /// The processor.
     Cpu,
     /// These NVIDIA GPUs, one for each rank.
     Cuda(Vec<usize>),
+    /// The GPUs that Metal, Vulkan or DX12 show.
+    WebGpuAuto,
+    /// These adapters, one for each rank.
+    WebGpu(Vec<AdapterId>),
+    /// Devices of several kinds, each alone: workers of one device each.
+    Mixed(Vec<DeviceSelection>),
+}
+
+impl DeviceSelection {
+    /// Devices that are named one by one.
+    pub fn num_named(&self) -> Option<usize> {
+        match self {
+            Self::Auto | Self::Cpu | Self::WebGpuAuto => None,
+            Self::Cuda(ordinals) => Some(ordinals.len()),
+            Self::WebGpu(adapters) => Some(adapters.len()),
+            Self::Mixed(devices) => Some(devices.len()),
+        }
+    }
+
+    /// Of devices that are named, those in `range`; else all.
+    #[must_use]
+    pub fn part(&self, range: std::ops::Range<usize>) -> Self {
+        match self {
+            Self::Auto | Self::Cpu | Self::WebGpuAuto => self.clone(),
+            Self::Cuda(ordinals) => Self::Cuda(ordinals.get(range).unwrap_or_default().to_vec()),
+            Self::WebGpu(adapters) => Self::WebGpu(adapters.get(range).unwrap_or_default().to_vec()),
+            Self::Mixed(devices) => match devices.get(range).unwrap_or_default() {
+                [one] => one.clone(),
+                several => Self::Mixed(several.to_vec()),
+            },
+        }
+    }
+}
+
+/// Refuses a name that comes twice.
+fn distinct<T: Clone + PartialEq>(names: Vec<T>, text: impl Fn(&T) -> String) -> Result<Vec<T>, String> {
+    match names.iter().enumerate().find(|(index, name)| names[..*index].contains(name)) {
+        Some((_, twice)) => Err(format!("{} comes twice", text(twice))),
+        None => Ok(names),
+    }
 }
 
 impl FromStr for DeviceSelection {
@@ -39,15 +87,29 @@ impl FromStr for DeviceSelection {
         match text {
             "auto" => return Ok(Self::Auto),
             "cpu" => return Ok(Self::Cpu),
+            "webgpu:auto" => return Ok(Self::WebGpuAuto),
             _ => {}
         }
         let ordinal = |name: &str| name.strip_prefix("cuda:")?.parse().ok();
-        let ordinals: Option<Vec<usize>> = text.split(',').map(ordinal).collect();
-        let ordinals = ordinals.ok_or_else(|| format!("{text:?} is none of auto, cpu, cuda:0,cuda:1,…"))?;
-        match ordinals.iter().enumerate().find(|(index, ordinal)| ordinals[..*index].contains(ordinal)) {
-            Some((_, twice)) => Err(format!("cuda:{twice} comes twice")),
-            None => Ok(Self::Cuda(ordinals)),
+        let adapter = |name: &str| name.parse::<AdapterId>().ok();
+        if let Some(ordinals) = text.split(',').map(ordinal).collect() {
+            return Ok(Self::Cuda(distinct(ordinals, |ordinal| format!("cuda:{ordinal}"))?));
         }
+        if let Some(adapters) = text.split(',').map(adapter).collect() {
+            return Ok(Self::WebGpu(distinct(adapters, AdapterId::to_string)?));
+        }
+        let single = |name: &str| match (name, ordinal(name), adapter(name)) {
+            ("cpu", ..) => Some(Self::Cpu),
+            (_, Some(ordinal), _) => Some(Self::Cuda(vec![ordinal])),
+            (_, _, Some(adapter)) => Some(Self::WebGpu(vec![adapter])),
+            _ => None,
+        };
+        let devices: Option<Vec<Self>> = text.split(',').map(single).collect();
+        let devices = devices.ok_or_else(|| {
+            format!("{text:?} is none of auto, cpu, webgpu:auto, or names such as cuda:0, vulkan:0, metal:0, dx12:0, between commas")
+        })?;
+        distinct(devices.iter().filter(|device| **device != Self::Cpu).cloned().collect(), Self::to_string)?;
+        Ok(Self::Mixed(devices))
     }
 }
 
@@ -58,6 +120,15 @@ impl fmt::Display for DeviceSelection {
             Self::Cpu => formatter.write_str("cpu"),
             Self::Cuda(ordinals) => {
                 let names: Vec<String> = ordinals.iter().map(|ordinal| format!("cuda:{ordinal}")).collect();
+                formatter.write_str(&names.join(","))
+            }
+            Self::WebGpuAuto => formatter.write_str("webgpu:auto"),
+            Self::WebGpu(adapters) => {
+                let names: Vec<String> = adapters.iter().map(AdapterId::to_string).collect();
+                formatter.write_str(&names.join(","))
+            }
+            Self::Mixed(devices) => {
+                let names: Vec<String> = devices.iter().map(Self::to_string).collect();
                 formatter.write_str(&names.join(","))
             }
         }
@@ -87,14 +158,24 @@ enum LocalDevice {
     Cpu,
     #[cfg(feature = "cuda")]
     Cuda(usize),
+    #[cfg(feature = "webgpu")]
+    WebGpu(AdapterId),
 }
 
 impl LocalDevice {
     fn cuda_ordinal(self) -> Option<usize> {
         match self {
-            Self::Cpu => None,
             #[cfg(feature = "cuda")]
             Self::Cuda(ordinal) => Some(ordinal),
+            _ => None,
+        }
+    }
+
+    fn adapter(self) -> Option<AdapterId> {
+        match self {
+            #[cfg(feature = "webgpu")]
+            Self::WebGpu(id) => Some(id),
+            _ => None,
         }
     }
 }
@@ -136,6 +217,12 @@ impl LocalDevices {
         let chosen = match on_cpu.settings.selection.clone() {
             DeviceSelection::Cpu => on_cpu,
             DeviceSelection::Cuda(ordinals) => on_cpu.with_asked(&ordinals)?,
+            DeviceSelection::WebGpu(adapters) => on_cpu.with_adapters(&adapters)?,
+            DeviceSelection::WebGpuAuto => on_cpu.with_found_adapters(num_ranks)?,
+            DeviceSelection::Mixed(_) => {
+                let problem = format!("{} are of several kinds, a worker has one", on_cpu.settings.selection);
+                return Err(WorkerError::Config { field: "device", problem });
+            }
             DeviceSelection::Auto => on_cpu.with_found(num_ranks),
         };
         chosen.check_dtype()?;
@@ -154,6 +241,49 @@ impl LocalDevices {
         Err(WorkerError::Config { field: "device", problem: NO_CUDA.to_owned() })
     }
 
+    #[cfg(feature = "webgpu")]
+    fn with_adapters(self, adapters: &[AdapterId]) -> Result<Self, WorkerError> {
+        webgpu::expect(adapters)?;
+        Ok(Self { devices: adapters.iter().copied().map(LocalDevice::WebGpu).collect(), ..self })
+    }
+
+    #[cfg(not(feature = "webgpu"))]
+    fn with_adapters(self, _: &[AdapterId]) -> Result<Self, WorkerError> {
+        Err(WorkerError::Config { field: "device", problem: NO_WEBGPU.to_owned() })
+    }
+
+    #[cfg(feature = "webgpu")]
+    fn with_found_adapters(self, num_ranks: usize) -> Result<Self, WorkerError> {
+        let (adapters, reason) = webgpu::choose(num_ranks);
+        match adapters {
+            Some(adapters) => {
+                Ok(Self { devices: adapters.into_iter().map(LocalDevice::WebGpu).collect(), reason, ..self })
+            }
+            None => Err(WorkerError::Config { field: "device", problem: reason }),
+        }
+    }
+
+    #[cfg(not(feature = "webgpu"))]
+    fn with_found_adapters(self, _: usize) -> Result<Self, WorkerError> {
+        Err(WorkerError::Config { field: "device", problem: NO_WEBGPU.to_owned() })
+    }
+
+    /// Where CUDA is not used: another GPU, or the processor.
+    #[cfg(feature = "webgpu")]
+    fn without_cuda(self, num_ranks: usize, why: &str) -> Self {
+        let (adapters, reason) = webgpu::choose(num_ranks);
+        let reason = format!("{why}; {reason}");
+        match adapters {
+            Some(adapters) => Self { devices: adapters.into_iter().map(LocalDevice::WebGpu).collect(), reason, ..self },
+            None => Self { reason, ..self },
+        }
+    }
+
+    #[cfg(not(feature = "webgpu"))]
+    fn without_cuda(self, _: usize, why: &str) -> Self {
+        Self { reason: why.to_owned(), ..self }
+    }
+
     #[cfg(feature = "cuda")]
     fn with_found(self, num_ranks: usize) -> Self {
         let (ordinals, reason) = cuda::choose(self.open_gpus.find(&self.kernel_cache()), num_ranks);
@@ -161,16 +291,16 @@ impl LocalDevices {
             Some(ordinals) => Self { devices: ordinals.into_iter().map(LocalDevice::Cuda).collect(), reason, ..self },
             None => {
                 if cuda::is_expected() {
-                    tracing::warn!(reason, "the processor is used");
+                    tracing::warn!(reason, "CUDA is not used");
                 }
-                Self { reason, open_gpus: cuda::OpenGpus::default(), ..self }
+                Self { open_gpus: cuda::OpenGpus::default(), ..self }.without_cuda(num_ranks, &reason)
             }
         }
     }
 
     #[cfg(not(feature = "cuda"))]
-    fn with_found(self, _: usize) -> Self {
-        Self { reason: format!("no GPU is used: {NO_CUDA}"), ..self }
+    fn with_found(self, num_ranks: usize) -> Self {
+        self.without_cuda(num_ranks, &format!("no GPU is used: {NO_CUDA}"))
     }
 
     #[cfg(feature = "cuda")]
@@ -195,7 +325,12 @@ impl LocalDevices {
     /// What was chosen, in the words of the settings.
     pub fn selection(&self) -> DeviceSelection {
         let ordinals = self.devices.iter().filter_map(|device| device.cuda_ordinal()).collect::<Vec<_>>();
-        if ordinals.is_empty() { DeviceSelection::Cpu } else { DeviceSelection::Cuda(ordinals) }
+        let adapters = self.devices.iter().filter_map(|device| device.adapter()).collect::<Vec<_>>();
+        match (ordinals.is_empty(), adapters.is_empty()) {
+            (false, _) => DeviceSelection::Cuda(ordinals),
+            (true, false) => DeviceSelection::WebGpu(adapters),
+            (true, true) => DeviceSelection::Cpu,
+        }
     }
 
     /// How many there are.
@@ -238,6 +373,13 @@ impl LocalDevices {
                 return Ok(self.open_gpus.measure(&ordinals, &self.kernel_cache())?);
             }
         }
+        #[cfg(feature = "webgpu")]
+        {
+            let adapters: Vec<AdapterId> = self.devices.iter().filter_map(|device| device.adapter()).collect();
+            if !adapters.is_empty() {
+                return adapters.iter().map(|id| Ok(WebGpuDevice::new(*id)?.measure()?)).collect();
+            }
+        }
         let info = CpuDevice::new(self.threads_per_rank())?.measure()?;
         Ok(vec![info; self.len()])
     }
@@ -261,6 +403,8 @@ impl LocalDevices {
                 self.open_gpus.release(ordinal);
                 device
             }),
+            #[cfg(feature = "webgpu")]
+            LocalDevice::WebGpu(id) => task.run(|| WebGpuDevice::new(id)),
         })
     }
 }
@@ -271,10 +415,30 @@ mod tests {
 
     #[test]
     fn selections_are_read_and_written() {
-        for text in ["auto", "cpu", "cuda:0", "cuda:3,cuda:1"] {
+        for text in [
+            "auto",
+            "cpu",
+            "cuda:0",
+            "cuda:3,cuda:1",
+            "webgpu:auto",
+            "vulkan:0",
+            "metal:1,dx12:0",
+            "cpu,vulkan:0,cpu,cuda:1",
+        ] {
             assert_eq!(text.parse::<DeviceSelection>().unwrap().to_string(), text);
         }
-        for wrong in ["", "gpu", "cuda", "cuda:", "cuda:x", "cuda:0,", "cuda:0,cpu", "cuda:1,cuda:1"] {
+        for wrong in [
+            "",
+            "gpu",
+            "cuda",
+            "cuda:",
+            "cuda:x",
+            "cuda:0,",
+            "cuda:1,cuda:1",
+            "cuda:1,cpu,cuda:1",
+            "metal:2,metal:2",
+            "cpu,auto",
+        ] {
             assert!(wrong.parse::<DeviceSelection>().is_err(), "{wrong}");
         }
     }

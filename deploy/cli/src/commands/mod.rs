@@ -2,6 +2,7 @@
 
 pub mod bench;
 pub mod coordinator;
+pub mod devices;
 pub mod drain;
 pub mod generate;
 pub mod health;

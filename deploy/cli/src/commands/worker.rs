@@ -69,8 +69,8 @@ struct Settings {
     /// coordinator's /prometheus/workers lists where it can be reached]
     #[arg(long, env = "LOCKSTEP_WORKER_HTTP_LISTEN", value_name = "ADDRESS:PORT")]
     http_listen: Option<SocketAddr>,
-    /// Devices of this worker, one rank each: auto (all GPUs if CUDA works here, else the processor), cpu, or GPUs such as
-    /// cuda:0,cuda:1 [default: auto]
+    /// Devices of this worker, one rank each: auto (all GPUs that CUDA, else Metal, Vulkan or DX12 reach, else the
+    /// processor), cpu, webgpu:auto, or names such as cuda:0,cuda:1 or vulkan:0 [default: auto]
     #[arg(long, env = "LOCKSTEP_DEVICE", value_name = "DEVICES")]
     device: Option<String>,
     /// Type in which keys and values are held and attention multiplies: auto (bf16 for BF16 checkpoints, else f16), f16,

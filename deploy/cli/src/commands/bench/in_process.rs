@@ -56,8 +56,12 @@ impl InProcessTarget {
         expect_to_fit(args, checkpoint.config().max_position_embeddings)?;
         let world_size = args.tensor_parallel * args.pipeline_parallel;
         let devices = devices(args, world_size)?;
-        let kind = if devices.selection() == DeviceSelection::Cpu { "cpu" } else { "cuda" };
-        let topology = topology(world_size, kind, args.devices.dtype()?);
+        let kind = match devices.selection() {
+            DeviceSelection::Cpu => "cpu".to_owned(),
+            DeviceSelection::WebGpu(_) => devices.selection().to_string(),
+            _ => "cuda".to_owned(),
+        };
+        let topology = topology(world_size, &kind, args.devices.dtype()?);
         let policy = Policy {
             parallelism: Parallelism::Fixed {
                 tensor_parallel_size: args.tensor_parallel,

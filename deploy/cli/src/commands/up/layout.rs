@@ -43,7 +43,7 @@ impl LayoutArgs {
     pub fn layout(
         &self,
         selection: DeviceSelection,
-        choose: &dyn Fn(usize) -> Result<(DeviceSelection, String), UsageError>,
+        choose: &dyn Fn(DeviceSelection, usize) -> Result<(DeviceSelection, String), UsageError>,
     ) -> Result<Layout, UsageError> {
         let given = [
             ("--workers", self.workers),
@@ -57,29 +57,30 @@ impl LayoutArgs {
         let pipeline = self.pipeline_parallel.unwrap_or(1);
         let replicas = self.replicas.unwrap_or(1);
         let others = pipeline.saturating_mul(replicas);
-        let given_ranks = match &selection {
-            DeviceSelection::Cuda(ordinals) => Some(ordinals.len()),
-            DeviceSelection::Cpu | DeviceSelection::Auto => self.workers,
-        };
+        let given_ranks = selection.num_named().or(self.workers);
         let tensor = self.tensor_parallel.unwrap_or(given_ranks.map_or(1, |ranks| (ranks / others).max(1)));
         let needed = tensor.saturating_mul(others);
         let num_ranks = given_ranks.unwrap_or(needed);
         if needed != num_ranks {
-            let given = if let DeviceSelection::Cuda(_) = selection { "--device names" } else { "--workers is" };
+            let given = if selection.num_named().is_some() { "--device names" } else { "--workers is" };
             return Err(usage(format!(
                 "tensor {tensor} x pipeline {pipeline} x replicas {replicas} need {needed} ranks, {given} {num_ranks}"
             )));
         }
         let (devices, reason) = match selection {
-            DeviceSelection::Auto => match choose(needed)? {
-                (DeviceSelection::Cuda(ordinals), reason) => {
-                    (DeviceSelection::Cuda(ordinals.into_iter().take(needed).collect()), Some(reason))
-                }
-                (other, reason) => (other, Some(reason)),
-            },
+            automatic @ (DeviceSelection::Auto | DeviceSelection::WebGpuAuto) => {
+                let (chosen, reason) = choose(automatic, needed)?;
+                (chosen.part(0..needed), Some(reason))
+            }
             named => (named, None),
         };
-        let num_workers = self.workers.unwrap_or(if devices == DeviceSelection::Cpu { needed } else { 1 });
+        let is_mixed = matches!(devices, DeviceSelection::Mixed(_));
+        let num_workers = self.workers.unwrap_or(if devices == DeviceSelection::Cpu || is_mixed { needed } else { 1 });
+        if is_mixed && num_workers != needed {
+            return Err(usage(format!(
+                "{devices} are of several kinds: --workers is {num_workers}, expected {needed}"
+            )));
+        }
         if !needed.is_multiple_of(num_workers) {
             return Err(usage(format!("{needed} devices cannot be shared equally by --workers {num_workers}")));
         }
@@ -91,13 +92,8 @@ impl LayoutArgs {
 impl Layout {
     /// The part of worker number `index`.
     pub fn device_of(&self, index: usize) -> DeviceSelection {
-        match &self.devices {
-            DeviceSelection::Cuda(ordinals) => {
-                let each = ordinals.len() / self.num_workers;
-                DeviceSelection::Cuda(ordinals.iter().copied().skip(index * each).take(each).collect())
-            }
-            other => other.clone(),
-        }
+        let each = self.devices.num_named().unwrap_or(0) / self.num_workers;
+        self.devices.part(index * each..(index + 1) * each)
     }
 }
 
@@ -110,7 +106,7 @@ mod tests {
         let [workers, tensor, pipeline, replicas] = numbers.map(some);
         LayoutArgs { workers, tensor_parallel: tensor, pipeline_parallel: pipeline, replicas }.layout(
             selection.parse().unwrap(),
-            &|num_ranks| {
+            &|_, num_ranks| {
                 // A machine of two GPUs.
                 let devices = if num_ranks > 2 { DeviceSelection::Cpu } else { DeviceSelection::Cuda(vec![0, 1]) };
                 Ok((devices, String::from("a test")))

@@ -113,7 +113,7 @@ pub async fn run(args: Args, log: &LogSettings) -> anyhow::Result<()> {
     let devices = args.devices.clone().or(devices_in(args.config.as_deref())?);
     let dtype = devices.dtype()?;
     args.prefix_caching.as_deref().map(|value| is_on("prefix_caching", value)).transpose()?;
-    let choose = |num_ranks| choose_automatically(num_ranks, dtype);
+    let choose = |selection, num_ranks| choose_automatically(selection, num_ranks, dtype);
     let layout = args.layout.layout(devices.selection()?, &choose)?;
     let model = if is_remote(&args.model) { Ok(args.model.clone()) } else { args.model.canonicalize() };
     let model = model.with_context(|| format!("model {}", args.model.display()))?;
@@ -134,8 +134,12 @@ pub async fn run(args: Args, log: &LogSettings) -> anyhow::Result<()> {
 }
 
 /// The devices for so many ranks, and why.
-fn choose_automatically(num_ranks: usize, dtype: Option<Dtype>) -> Result<(DeviceSelection, String), UsageError> {
-    let settings = DeviceSettings { num_cpu_devices: num_ranks, dtype, ..DeviceSettings::default() };
+fn choose_automatically(
+    selection: DeviceSelection,
+    num_ranks: usize,
+    dtype: Option<Dtype>,
+) -> Result<(DeviceSelection, String), UsageError> {
+    let settings = DeviceSettings { selection, num_cpu_devices: num_ranks, dtype, ..DeviceSettings::default() };
     let devices = LocalDevices::choose(settings, num_ranks).map_err(|error| usage(error.to_string()))?;
     Ok((devices.selection(), devices.reason().to_owned()))
 }

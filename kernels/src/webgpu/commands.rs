@@ -1,0 +1,316 @@
+//! [`Commands`]: dispatches that wait to be submitted, with the inputs that they share.
+//! For: the operations, which add to it, and whoever needs to read what they computed.
+//! Invariant: dispatches execute in the order in which they were added, each after all writes of those before. Inputs
+//! and uploads reach the GPU before the dispatches that were added after them, and none added before sees them.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, mpsc},
+};
+
+use wgpu::{
+    BindGroup, BindGroupDescriptor, BindGroupEntry, Buffer, BufferBinding, BufferDescriptor, BufferUsages,
+    CommandEncoderDescriptor, ComputePassDescriptor, MapMode,
+};
+
+use super::gpu::{Gpu, PARAMETER_BYTES, Pipeline};
+use crate::KernelError;
+
+/// Bytes of inputs that the first buffer holds.
+const INPUT_BYTES: usize = 1 << 20;
+/// Inputs begin at multiples of it, as bindings must.
+const ALIGNMENT: usize = 256;
+/// Bind groups that are kept.
+const MAX_BIND_GROUPS: usize = 1 << 14;
+
+/// A part of a buffer, for a binding.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Binding {
+    /// The buffer.
+    pub buffer: Buffer,
+    /// Where the part begins, a multiple of 256.
+    pub offset: u64,
+    /// Its bytes, a multiple of 4; not 0.
+    pub num_bytes: u64,
+}
+
+impl Binding {
+    /// All of a buffer.
+    pub fn whole(buffer: &Buffer) -> Self {
+        Self { buffer: buffer.clone(), offset: 0, num_bytes: buffer.size() }
+    }
+}
+
+struct Dispatch {
+    pipeline: Pipeline,
+    bind_group: BindGroup,
+    parameters: [u32; PARAMETER_BYTES as usize / 4],
+    grid: [u32; 3],
+}
+
+/// Inputs in one buffer.
+struct Inputs {
+    buffer: Buffer,
+    staged: Vec<u8>,
+    /// Bytes that were sent.
+    num_sent: usize,
+}
+
+impl Inputs {
+    fn new(gpu: &Gpu, num_bytes: usize) -> Result<Self, KernelError> {
+        Ok(Self { buffer: gpu.buffer("inputs", num_bytes as u64)?, staged: Vec::new(), num_sent: 0 })
+    }
+
+    fn has_room(&self, num_bytes: usize) -> bool {
+        self.staged.len() + num_bytes <= self.buffer.size() as usize
+    }
+}
+
+/// Dispatches that wait, and their inputs.
+pub struct Commands {
+    gpu: Arc<Gpu>,
+    waiting: Vec<Dispatch>,
+    bind_groups: HashMap<(wgpu::ComputePipeline, Vec<Binding>), BindGroup>,
+    /// Inputs of the open step, or since the last submission; the last one takes more.
+    inputs: Vec<Inputs>,
+    is_step_open: bool,
+    is_rehearsal: bool,
+    /// What was read last, to be used again.
+    read_back: Option<Buffer>,
+    num_submissions: u64,
+    num_dispatches: u64,
+}
+
+impl Commands {
+    /// None yet.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if memory is short.
+    pub fn new(gpu: &Arc<Gpu>) -> Result<Self, KernelError> {
+        Ok(Self {
+            inputs: vec![Inputs::new(gpu, INPUT_BYTES)?],
+            is_step_open: false,
+            is_rehearsal: false,
+            gpu: Arc::clone(gpu),
+            waiting: Vec::new(),
+            bind_groups: HashMap::new(),
+            read_back: None,
+            num_submissions: 0,
+            num_dispatches: 0,
+        })
+    }
+
+    /// The GPU.
+    pub fn gpu(&self) -> &Arc<Gpu> {
+        &self.gpu
+    }
+
+    /// Submissions and dispatches so far.
+    pub fn counts(&self) -> (u64, u64) {
+        (self.num_submissions, self.num_dispatches)
+    }
+
+    /// From here on inputs are kept until the step ends.
+    pub fn open_step(&mut self) {
+        self.is_step_open = true;
+    }
+
+    /// Whether dispatches are forgotten instead of executed, once their pipelines are compiled.
+    pub fn rehearse(&mut self, is_rehearsal: bool) {
+        self.waiting.clear();
+        self.is_rehearsal = is_rehearsal;
+    }
+
+    /// Whether inputs are kept until the step ends.
+    pub fn is_step_open(&self) -> bool {
+        self.is_step_open
+    }
+
+    /// Submits what waits.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if wgpu refuses it.
+    pub fn close_step(&mut self) -> Result<(), KernelError> {
+        self.is_step_open = false;
+        self.submit()?;
+        self.forget_inputs();
+        Ok(())
+    }
+
+    /// Forgets what waits.
+    pub fn abandon_step(&mut self) {
+        self.is_step_open = false;
+        self.waiting.clear();
+        self.forget_inputs();
+    }
+
+    fn forget_inputs(&mut self) {
+        self.inputs.drain(..self.inputs.len() - 1);
+        for inputs in &mut self.inputs {
+            inputs.staged.clear();
+            inputs.num_sent = 0;
+        }
+    }
+
+    /// Keeps values for the dispatches that are added until the step ends or, outside of steps, until the next
+    /// submission.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if memory is short.
+    pub fn stage<T: bytemuck::NoUninit>(&mut self, values: &[T]) -> Result<Binding, KernelError> {
+        let bytes: &[u8] = bytemuck::cast_slice(values);
+        let room = bytes.len().max(16).next_multiple_of(ALIGNMENT);
+        if !self.inputs.last().is_some_and(|inputs| inputs.has_room(room)) {
+            let size = self.inputs.iter().map(|inputs| inputs.buffer.size() as usize).max().unwrap_or(0);
+            self.inputs.push(Inputs::new(&self.gpu, size.max(2 * room))?);
+        }
+        let index = self.inputs.len() - 1;
+        let Inputs { buffer, staged, .. } = &mut self.inputs[index];
+        let offset = staged.len();
+        staged.extend_from_slice(bytes);
+        staged.resize(offset + room, 0);
+        // All of the buffer from there on: equal calls then have equal bindings, whatever their lengths.
+        let num_bytes = buffer.size() - offset as u64;
+        Ok(Binding { buffer: buffer.clone(), offset: offset as u64, num_bytes })
+    }
+
+    /// Adds a dispatch of `grid` workgroups. The bindings are those of the pipeline's source, in order.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if the grid is larger than the adapter takes.
+    pub fn dispatch(
+        &mut self,
+        pipeline: &Pipeline,
+        bindings: Vec<Binding>,
+        parameters: &[u32],
+        grid: [usize; 3],
+    ) -> Result<(), KernelError> {
+        let limit = self.gpu.limits().max_compute_workgroups_per_dimension;
+        let is_small = |size: &usize| u32::try_from(*size).is_ok_and(|size| size <= limit);
+        if !grid.iter().all(is_small) || parameters.len() > PARAMETER_BYTES as usize / 4 {
+            return Err(self.gpu.error(format!("{}: a grid of {grid:?} workgroups, at most {limit}", pipeline.name)));
+        }
+        if grid.contains(&0) {
+            return Ok(());
+        }
+        let mut words = [0; PARAMETER_BYTES as usize / 4];
+        words[..parameters.len()].copy_from_slice(parameters);
+        let bind_group = self.bind_group(pipeline, bindings);
+        let grid = grid.map(|size| size as u32);
+        self.waiting.push(Dispatch { pipeline: pipeline.clone(), bind_group, parameters: words, grid });
+        Ok(())
+    }
+
+    fn bind_group(&mut self, pipeline: &Pipeline, bindings: Vec<Binding>) -> BindGroup {
+        let key = (pipeline.pipeline.clone(), bindings);
+        if let Some(known) = self.bind_groups.get(&key) {
+            return known.clone();
+        }
+        let mut entries = Vec::with_capacity(key.1.len());
+        for (index, binding) in (0..).zip(&key.1) {
+            let size = std::num::NonZeroU64::new(binding.num_bytes);
+            let buffer = BufferBinding { buffer: &binding.buffer, offset: binding.offset, size };
+            entries.push(BindGroupEntry { binding: index, resource: wgpu::BindingResource::Buffer(buffer) });
+        }
+        let bind_group = self.gpu.device.create_bind_group(&BindGroupDescriptor {
+            label: Some(pipeline.name),
+            layout: &pipeline.layout,
+            entries: &entries,
+        });
+        if self.bind_groups.len() >= MAX_BIND_GROUPS {
+            self.bind_groups.clear();
+        }
+        self.bind_groups.insert(key, bind_group.clone());
+        bind_group
+    }
+
+    /// Sends what waits to the GPU, without waiting for it.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if wgpu refuses it.
+    pub fn submit(&mut self) -> Result<(), KernelError> {
+        self.submit_and_copy(None)
+    }
+
+    fn submit_and_copy(&mut self, copy: Option<(&Binding, &Buffer)>) -> Result<(), KernelError> {
+        if self.is_rehearsal {
+            self.waiting.clear();
+        }
+        if self.waiting.is_empty() && copy.is_none() {
+            return Ok(());
+        }
+        for Inputs { buffer, staged, num_sent } in &mut self.inputs {
+            if *num_sent < staged.len() {
+                self.gpu.queue.write_buffer(buffer, *num_sent as u64, &staged[*num_sent..]);
+                *num_sent = staged.len();
+            }
+        }
+        let mut encoder = self.gpu.device.create_command_encoder(&CommandEncoderDescriptor { label: Some("step") });
+        if !self.waiting.is_empty() {
+            let mut pass = encoder.begin_compute_pass(&ComputePassDescriptor { label: None, timestamp_writes: None });
+            for dispatch in &self.waiting {
+                pass.set_pipeline(&dispatch.pipeline.pipeline);
+                pass.set_bind_group(0, &dispatch.bind_group, &[]);
+                pass.set_immediates(0, bytemuck::cast_slice(&dispatch.parameters));
+                pass.dispatch_workgroups(dispatch.grid[0], dispatch.grid[1], dispatch.grid[2]);
+            }
+        }
+        if let Some((from, to)) = copy {
+            encoder.copy_buffer_to_buffer(&from.buffer, from.offset, to, 0, from.num_bytes);
+        }
+        self.num_dispatches += self.waiting.len() as u64;
+        self.num_submissions += 1;
+        self.waiting.clear();
+        self.gpu.queue.submit([encoder.finish()]);
+        if !self.is_step_open {
+            self.forget_inputs();
+        }
+        self.gpu.check()
+    }
+
+    /// Writes to the start of a buffer, after what waits.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if wgpu refuses it.
+    pub fn write(&mut self, buffer: &Buffer, values: &[f32]) -> Result<(), KernelError> {
+        self.submit()?;
+        self.gpu.queue.write_buffer(buffer, 0, bytemuck::cast_slice(values));
+        self.gpu.check()
+    }
+
+    /// What a part of a buffer holds once all that waits is done, as 32-bit values. Waits for the GPU.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if the GPU fails or does not answer.
+    pub fn read<T: bytemuck::Pod>(&mut self, part: &Binding) -> Result<Vec<T>, KernelError> {
+        if self.is_rehearsal {
+            self.submit()?;
+            return Ok(vec![T::zeroed(); part.num_bytes as usize / size_of::<T>()]);
+        }
+        let target = match self.read_back.take() {
+            Some(buffer) if buffer.size() >= part.num_bytes => buffer,
+            _ => self.gpu.device.create_buffer(&BufferDescriptor {
+                label: Some("read back"),
+                size: part.num_bytes.next_power_of_two(),
+                usage: BufferUsages::MAP_READ | BufferUsages::COPY_DST,
+                mapped_at_creation: false,
+            }),
+        };
+        self.submit_and_copy(Some((part, &target)))?;
+        let slice = target.slice(..part.num_bytes);
+        let (sender, receiver) = mpsc::channel();
+        slice.map_async(MapMode::Read, move |mapped| drop(sender.send(mapped)));
+        self.gpu.wait()?;
+        match receiver.try_recv() {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => return Err(self.gpu.error(error.to_string())),
+            Err(_) => return Err(self.gpu.error("the GPU's answer did not arrive")),
+        }
+        let view = slice.get_mapped_range().map_err(|error| self.gpu.error(error.to_string()))?;
+        let values = bytemuck::pod_collect_to_vec(&view);
+        drop(view);
+        target.unmap();
+        self.read_back = Some(target);
+        Ok(values)
+    }
+}

@@ -1,0 +1,345 @@
+//! [`WebGpuDevice`]: the operations of a forward step on a GPU through wgpu.
+//! For: the executor of a rank, through the trait [`Device`].
+//! Invariant: an operation checks its call, stages its inputs and adds dispatches to the step; what the step came to is
+//! read only by `sample`, `with_host` and sums over hosts.
+//! Not here: the operations themselves, one a file; collecting dispatches ([`commands`](super::commands)).
+
+use std::sync::Arc;
+
+use lockstep_formats::Dtype;
+
+use super::{
+    attention::{self, StagedItems},
+    commands::{Binding, Commands},
+    elementwise,
+    gpu::{Gpu, GpuOptions},
+    kv_cache::WebGpuKvCache,
+    matmul::{self, Target, WebGpuLinear, embed},
+    rope_and_store::{self, StagedTokens},
+    sample,
+    tensor::WebGpuTensor,
+};
+use crate::{
+    Device, KernelError,
+    adapter_id::AdapterId,
+    device::{KvCacheSpec, Scratch},
+    group::{Collective, NoCommunicator, Sum},
+    ops::{Attention, Candidates, Epilogue, HostMatrix, RopeAndStore, RopeTable, SampleRow},
+};
+
+/// An opened GPU with its kernels.
+pub struct WebGpuDevice {
+    commands: Commands,
+    /// Where the tokens of the open step go and what they see, as the calls of its first layer said.
+    staged: Staged,
+    /// Products on their way to a sum over hosts, or to SwiGLU.
+    products: WebGpuTensor,
+    /// Partial sums of attention.
+    partial: Binding,
+}
+
+/// What the layers of a step share, by what identifies it: addresses of what the calls borrow, which stays unchanged
+/// until the step ends, and their sizes.
+#[derive(Default)]
+struct Staged {
+    tokens: Option<([usize; 4], StagedTokens)>,
+    items: Option<([usize; 3], StagedItems)>,
+}
+
+impl WebGpuDevice {
+    /// Opens an adapter.
+    ///
+    /// # Errors
+    /// [`KernelError`] if there is none of that name, or it lacks what is needed.
+    pub fn new(id: AdapterId) -> Result<Self, KernelError> {
+        Self::with_options(id, GpuOptions::default())
+    }
+
+    /// Opens an adapter and uses of it what the options allow.
+    ///
+    /// # Errors
+    /// [`KernelError`] if there is none of that name, or it lacks what is needed.
+    pub fn with_options(id: AdapterId, options: GpuOptions) -> Result<Self, KernelError> {
+        let gpu = Gpu::open(id, options)?;
+        Ok(Self {
+            products: WebGpuTensor::zeroed(&gpu, 0, 0)?,
+            partial: Binding::whole(&gpu.buffer("partial sums", 0)?),
+            commands: Commands::new(&gpu)?,
+            staged: Staged::default(),
+        })
+    }
+
+    /// The GPU.
+    pub fn gpu(&self) -> &Arc<Gpu> {
+        self.commands.gpu()
+    }
+
+    /// Its dispatches, for tests and benchmarks.
+    pub fn commands(&mut self) -> &mut Commands {
+        &mut self.commands
+    }
+
+    fn tokens(&mut self, call: &RopeAndStore<'_>, table: &RopeTable) -> Result<StagedTokens, KernelError> {
+        let key = [
+            call.positions.as_ptr().addr(),
+            call.slot_mapping.as_ptr().addr(),
+            call.num_tokens(),
+            std::ptr::from_ref(table).addr(),
+        ];
+        match &self.staged.tokens {
+            Some((known, tokens)) if *known == key => Ok(tokens.clone()),
+            _ => {
+                let tokens = rope_and_store::stage(&mut self.commands, call, table)?;
+                self.staged.tokens = self.commands.is_step_open().then(|| (key, tokens.clone()));
+                Ok(tokens)
+            }
+        }
+    }
+
+    fn items(&mut self, call: &Attention<'_>) -> Result<StagedItems, KernelError> {
+        let key = [call.sequences.as_ptr().addr(), call.sequences.len(), call.num_tokens()];
+        match &self.staged.items {
+            Some((known, items)) if *known == key => Ok(items.clone()),
+            _ => {
+                let items = attention::stage(&mut self.commands, call)?;
+                self.staged.items = self.commands.is_step_open().then(|| (key, items.clone()));
+                Ok(items)
+            }
+        }
+    }
+
+    /// The product with its columns on other ranks, whose hosts add the shares.
+    fn add_over_hosts<E: From<KernelError>>(
+        &mut self,
+        num_tokens: usize,
+        weight: &WebGpuLinear,
+        input: &WebGpuTensor,
+        hidden: &mut WebGpuTensor,
+        all_reduce: crate::group::AllReduce<'_, E>,
+    ) -> Result<(), E> {
+        let width = weight.rows();
+        hidden.expect_tokens("matmul", num_tokens)?;
+        if hidden.width() != width {
+            let (got, expected) = (hidden.width(), width);
+            return Err(KernelError::Shape { operation: "matmul", what: "output width", got, expected }.into());
+        }
+        if self.products.width() != width || self.products.max_tokens() < num_tokens {
+            self.products = WebGpuTensor::zeroed(self.commands.gpu(), num_tokens, width)?;
+        }
+        matmul::matmul(&mut self.commands, num_tokens, weight, input, Target::Store, &mut self.products)?;
+        if num_tokens == 0 {
+            return all_reduce(&mut []);
+        }
+        let shares: Vec<f32> = self.commands.read(&self.products.rows(num_tokens))?;
+        let mut sums: Vec<f64> = shares.into_iter().map(f64::from).collect();
+        all_reduce(&mut sums)?;
+        let sums: Vec<f32> = sums.into_iter().map(|sum| sum as f32).collect();
+        self.commands.write(self.products.overwrite_buffer(), &sums)?;
+        elementwise::add(&mut self.commands, num_tokens * width, self.products.values(), hidden)?;
+        Ok(())
+    }
+}
+
+impl Device for WebGpuDevice {
+    type Tensor = WebGpuTensor;
+    type Linear = WebGpuLinear;
+    type KvCache = WebGpuKvCache;
+    type Communicator = NoCommunicator;
+
+    fn name(&self) -> &str {
+        self.commands.gpu().name()
+    }
+
+    fn scratch(&self) -> Scratch {
+        let products = self.products.max_tokens() * self.products.width() * size_of::<f32>();
+        let used_bytes = products + self.partial.num_bytes as usize;
+        Scratch { used_bytes, high_water_bytes: used_bytes, num_requests: 0, num_hits: 0 }
+    }
+
+    fn tensor(&self, max_tokens: usize, width: usize) -> Result<WebGpuTensor, KernelError> {
+        WebGpuTensor::zeroed(self.gpu(), max_tokens, width)
+    }
+
+    fn vector(&self, values: &[f32]) -> Result<WebGpuTensor, KernelError> {
+        let mut tensor = WebGpuTensor::zeroed(self.gpu(), 1, values.len())?;
+        self.gpu().queue.write_buffer(tensor.overwrite_buffer(), 0, bytemuck::cast_slice(values));
+        self.gpu().finish_uploads()?;
+        Ok(tensor)
+    }
+
+    fn linear(&self, matrices: Vec<HostMatrix>) -> Result<WebGpuLinear, KernelError> {
+        WebGpuLinear::new(self.gpu(), &matrices)
+    }
+
+    fn kv_cache(&self, spec: KvCacheSpec, dtype: Dtype) -> Result<WebGpuKvCache, KernelError> {
+        WebGpuKvCache::new(self.gpu(), spec, dtype)
+    }
+
+    fn collective(
+        &mut self,
+        _: usize,
+        _: &mut WebGpuTensor,
+        _: Collective,
+        communicator: &NoCommunicator,
+    ) -> Result<(), KernelError> {
+        match *communicator {}
+    }
+
+    fn prepare<E: From<KernelError>>(&mut self, body: impl FnOnce(&mut Self) -> Result<(), E>) -> Result<(), E> {
+        self.commands.rehearse(true);
+        let outcome = body(self);
+        self.commands.rehearse(false);
+        outcome
+    }
+
+    fn step<T, E: From<KernelError>>(&mut self, body: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T, E> {
+        self.staged = Staged::default();
+        self.commands.open_step();
+        let outcome = body(self);
+        self.staged = Staged::default();
+        match outcome {
+            Ok(result) => {
+                self.commands.close_step()?;
+                Ok(result)
+            }
+            Err(error) => {
+                self.commands.abandon_step();
+                Err(error)
+            }
+        }
+    }
+
+    fn embed(
+        &mut self,
+        table: &WebGpuLinear,
+        first_row: u32,
+        token_ids: &[u32],
+        output: &mut WebGpuTensor,
+    ) -> Result<(), KernelError> {
+        embed::embed(&mut self.commands, table, first_row, token_ids, output)
+    }
+
+    fn rms_norm(
+        &mut self,
+        num_tokens: usize,
+        input: &WebGpuTensor,
+        weight: &WebGpuTensor,
+        epsilon: f32,
+        output: &mut WebGpuTensor,
+    ) -> Result<(), KernelError> {
+        let operation = "rms_norm";
+        expect_width(operation, weight.width(), input.width())?;
+        expect_width(operation, output.width(), input.width())?;
+        input.expect_tokens(operation, num_tokens)?;
+        output.expect_tokens(operation, num_tokens)?;
+        elementwise::rms_norm(&mut self.commands, num_tokens, input, weight, epsilon, output)
+    }
+
+    fn matmul(
+        &mut self,
+        num_tokens: usize,
+        weight: &WebGpuLinear,
+        input: &WebGpuTensor,
+        epilogue: Epilogue,
+        output: &mut WebGpuTensor,
+    ) -> Result<(), KernelError> {
+        let target = match epilogue {
+            Epilogue::Store => Target::Store,
+            Epilogue::SwiGlu => Target::SwiGlu,
+        };
+        matmul::matmul(&mut self.commands, num_tokens, weight, input, target, output)
+    }
+
+    fn matmul_add<E: From<KernelError>>(
+        &mut self,
+        num_tokens: usize,
+        weight: &WebGpuLinear,
+        input: &WebGpuTensor,
+        hidden: &mut WebGpuTensor,
+        sum: Sum<'_, NoCommunicator, E>,
+    ) -> Result<(), E> {
+        match sum {
+            Sum::Own => Ok(matmul::matmul(&mut self.commands, num_tokens, weight, input, Target::Add, hidden)?),
+            Sum::Hosts(all_reduce) => self.add_over_hosts(num_tokens, weight, input, hidden, all_reduce),
+            Sum::Devices(communicator) => match *communicator {},
+        }
+    }
+
+    fn rope_and_store(
+        &mut self,
+        call: &RopeAndStore<'_>,
+        table: &RopeTable,
+        qkv: &mut WebGpuTensor,
+        cache: &mut WebGpuKvCache,
+    ) -> Result<(), KernelError> {
+        call.check(table, cache.spec(), qkv.width())?;
+        qkv.expect_tokens("rope_and_store", call.num_tokens())?;
+        let staged = self.tokens(call, table)?;
+        rope_and_store::push(&mut self.commands, call, table, &staged, qkv.overwrite(), cache)
+    }
+
+    fn attention(
+        &mut self,
+        call: &Attention<'_>,
+        qkv: &WebGpuTensor,
+        cache: &WebGpuKvCache,
+        output: &mut WebGpuTensor,
+    ) -> Result<(), KernelError> {
+        call.check(cache.spec(), qkv.width(), output.width())?;
+        qkv.expect_tokens("attention", call.num_tokens())?;
+        output.expect_tokens("attention", call.num_tokens())?;
+        let staged = self.items(call)?;
+        let num_bytes = attention::partial_bytes(call, &staged);
+        if self.partial.num_bytes < num_bytes {
+            let buffer = self.commands.gpu().buffer("partial sums", num_bytes.next_power_of_two())?;
+            self.partial = Binding::whole(&buffer);
+        }
+        let partial = self.partial.clone();
+        attention::push(&mut self.commands, call, &staged, cache, qkv.values(), output.overwrite(), partial)
+    }
+
+    fn gather_rows(
+        &mut self,
+        rows: &[u32],
+        input: &WebGpuTensor,
+        output: &mut WebGpuTensor,
+    ) -> Result<(), KernelError> {
+        let operation = "gather_rows";
+        expect_width(operation, output.width(), input.width())?;
+        output.expect_tokens(operation, rows.len())?;
+        if let Some(row) = rows.iter().find(|row| **row as usize >= input.max_tokens()) {
+            let (got, limit) = (*row as usize, input.max_tokens());
+            return Err(KernelError::OutOfRange { operation, what: "row", got, limit });
+        }
+        elementwise::gather_rows(&mut self.commands, rows, input, output)
+    }
+
+    fn sample(
+        &mut self,
+        rows: &[SampleRow],
+        first_token: u32,
+        logits: &mut WebGpuTensor,
+    ) -> Result<Vec<Candidates>, KernelError> {
+        sample::sample(&mut self.commands, rows, first_token, logits)
+    }
+
+    fn with_host<T, E: From<KernelError>>(
+        &mut self,
+        num_tokens: usize,
+        tensor: &mut WebGpuTensor,
+        body: impl FnOnce(&mut [f32]) -> Result<T, E>,
+    ) -> Result<T, E> {
+        tensor.expect_tokens("with_host", num_tokens)?;
+        if num_tokens * tensor.width() == 0 {
+            return body(&mut []);
+        }
+        let mut rows: Vec<f32> = self.commands.read(&tensor.rows(num_tokens))?;
+        let result = body(&mut rows)?;
+        self.commands.write(tensor.overwrite_buffer(), &rows)?;
+        Ok(result)
+    }
+}
+
+fn expect_width(operation: &'static str, got: usize, expected: usize) -> Result<(), KernelError> {
+    if got == expected { Ok(()) } else { Err(KernelError::Shape { operation, what: "width", got, expected }) }
+}

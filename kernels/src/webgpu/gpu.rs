@@ -1,0 +1,309 @@
+//! [`Gpu`]: an opened adapter with its queue, its limits and the pipelines that were compiled so far.
+//! For: every operation of this device.
+//! Invariant: whatever wgpu reports, at once or later, lands in the next `Result`: no call of it can end the process.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use wgpu::{
+    Adapter, BindGroupLayout, BindGroupLayoutDescriptor, BindGroupLayoutEntry, BindingType, Buffer, BufferBindingType,
+    BufferDescriptor, BufferUsages, ComputePipeline, ComputePipelineDescriptor, Device, DeviceDescriptor, Features,
+    Limits, MemoryHints, PipelineCompilationOptions, PipelineLayoutDescriptor, PollType, Queue, ShaderModuleDescriptor,
+    ShaderRuntimeChecks, ShaderSource, ShaderStages,
+};
+
+use super::{
+    adapter,
+    matmul::Shape,
+    source::{Options, Source},
+};
+use crate::{KernelError, adapter_id::AdapterId};
+
+/// Longest wait for a GPU; a step takes seconds at worst.
+const TIMEOUT: Duration = Duration::from_secs(120);
+/// Bytes of parameters that a dispatch takes.
+pub const PARAMETER_BYTES: u32 = 64;
+
+/// Workgroup memory of `batch_cooperative.wgsl`.
+const COOPERATIVE_BYTES: u32 = 45 << 10;
+
+/// What is used of an adapter, for tests that do without.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuOptions {
+    /// Reductions over subgroups, where the adapter has them.
+    pub use_subgroups: bool,
+    /// Tensor cores, where the adapter has them.
+    pub use_cooperative_matrices: bool,
+    /// No binding of weights or of a KV cache is larger, whatever the adapter allows.
+    pub max_binding_bytes: u64,
+}
+
+impl Default for GpuOptions {
+    fn default() -> Self {
+        Self { use_subgroups: true, use_cooperative_matrices: true, max_binding_bytes: u64::MAX }
+    }
+}
+
+/// An opened GPU.
+#[derive(Debug)]
+pub struct Gpu {
+    id: AdapterId,
+    name: String,
+    options: GpuOptions,
+    pub(super) adapter: Adapter,
+    pub(super) device: Device,
+    pub(super) queue: Queue,
+    limits: Limits,
+    features: Features,
+    has_cooperative_matrices: bool,
+    matvec_shape: Mutex<Option<Shape>>,
+    pipelines: Mutex<HashMap<(&'static str, Options), Pipeline>>,
+    failure: Arc<Mutex<Option<String>>>,
+}
+
+/// A compiled variant.
+#[derive(Clone, Debug)]
+pub struct Pipeline {
+    pub(super) pipeline: ComputePipeline,
+    pub(super) layout: BindGroupLayout,
+    pub(super) name: &'static str,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // What the mutexes here hold is whole at any time.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Gpu {
+    /// Opens an adapter.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if there is none of that name, or it does not open; [`KernelError::Unsupported`] if it
+    /// lacks what every kernel needs.
+    pub fn open(id: AdapterId, options: GpuOptions) -> Result<Arc<Self>, KernelError> {
+        let adapter = adapter::find(id)?;
+        let info = adapter.get_info();
+        let name = format!("{id} {} ({})", info.name, info.driver);
+        let mut wanted = Features::IMMEDIATES;
+        if !adapter.features().contains(wanted) {
+            let what = "an adapter without immediates".to_owned();
+            return Err(KernelError::Unsupported { operation: "open", what, device: name });
+        }
+        wanted |= Features::TIMESTAMP_QUERY;
+        if options.use_subgroups {
+            wanted |= Features::SUBGROUP;
+        }
+        if options.use_cooperative_matrices {
+            wanted |= Features::EXPERIMENTAL_COOPERATIVE_MATRIX | Features::SHADER_F16;
+        }
+        let features = adapter.features() & wanted;
+        let limits = adapter.limits();
+        // SAFETY: the experimental feature asked for is used by shaders that are tested on adapters with it.
+        let experimental_features = unsafe { wgpu::ExperimentalFeatures::enabled() };
+        let descriptor = DeviceDescriptor {
+            label: Some("lockstep"),
+            required_features: features,
+            required_limits: limits.clone(),
+            experimental_features,
+            memory_hints: MemoryHints::Performance,
+            ..DeviceDescriptor::default()
+        };
+        let opened = pollster::block_on(adapter.request_device(&descriptor));
+        let failed =
+            |error: wgpu::RequestDeviceError| KernelError::Device { device: name.clone(), what: error.to_string() };
+        let (device, queue) = opened.map_err(failed)?;
+        let failure: Arc<Mutex<Option<String>>> = Arc::default();
+        let uncaptured = Arc::clone(&failure);
+        device.on_uncaptured_error(Arc::new(move |error: wgpu::Error| {
+            lock(&uncaptured).get_or_insert_with(|| error.to_string());
+        }));
+        let lost = Arc::clone(&failure);
+        device.set_device_lost_callback(move |reason, message| {
+            lock(&lost).get_or_insert_with(|| format!("the device is lost ({reason:?}): {message}"));
+        });
+        let pipelines = Mutex::default();
+        let has_cooperative_matrices = has_cooperative_matrices(&adapter, features);
+        let gpu = Self {
+            id,
+            name,
+            options,
+            adapter,
+            device,
+            queue,
+            limits,
+            features,
+            has_cooperative_matrices,
+            matvec_shape: Mutex::default(),
+            pipelines,
+            failure,
+        };
+        Ok(Arc::new(gpu))
+    }
+
+    /// Kind and model, such as `vulkan:0 NVIDIA H200 (NVIDIA)`.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its name in settings.
+    pub fn id(&self) -> AdapterId {
+        self.id
+    }
+
+    /// Whether kernels reduce over subgroups.
+    pub fn has_subgroups(&self) -> bool {
+        self.features.contains(Features::SUBGROUP)
+    }
+
+    /// Chooses the shape of the products of few tokens, for benchmarks; `None`: what suits the layer.
+    pub fn choose_matvec_shape(&self, shape: Option<Shape>) {
+        *lock(&self.matvec_shape) = shape;
+    }
+
+    /// Shape of the products of few tokens, if it was chosen.
+    pub(super) fn matvec_shape(&self) -> Option<Shape> {
+        *lock(&self.matvec_shape)
+    }
+
+    /// Whether it has tensor cores for 16 x 16 x 16 products of f16, summed in f32, and the memory that their kernel takes.
+    pub fn has_cooperative_matrices(&self) -> bool {
+        self.has_cooperative_matrices
+    }
+
+    /// The device's limits.
+    pub fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// Most bytes of a binding of weights or of a KV cache.
+    pub fn max_binding_bytes(&self) -> u64 {
+        let buffer = self.limits.max_buffer_size.min(self.limits.max_storage_buffer_binding_size);
+        // Bindings of whole vectors.
+        buffer.min(self.options.max_binding_bytes) / 16 * 16
+    }
+
+    /// An error that names this device.
+    pub fn error(&self, what: impl Into<String>) -> KernelError {
+        KernelError::Device { device: self.name.clone(), what: what.into() }
+    }
+
+    /// What wgpu reported since, if anything.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] with the report.
+    pub fn check(&self) -> Result<(), KernelError> {
+        match lock(&self.failure).take() {
+            Some(what) => Err(self.error(what)),
+            None => Ok(()),
+        }
+    }
+
+    /// A zeroed storage buffer of at least so many bytes, a multiple of 16.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if memory is short or the adapter's limit lower.
+    pub fn buffer(&self, what: &str, num_bytes: u64) -> Result<Buffer, KernelError> {
+        let size = num_bytes.max(16).next_multiple_of(16);
+        if size > self.limits.max_buffer_size {
+            let limit = self.limits.max_buffer_size;
+            return Err(self.error(format!("{what} takes {size} bytes, a buffer holds {limit}")));
+        }
+        let usage = BufferUsages::STORAGE | BufferUsages::COPY_DST | BufferUsages::COPY_SRC;
+        let buffer = self.device.create_buffer(&BufferDescriptor {
+            label: Some("lockstep"),
+            size,
+            usage,
+            mapped_at_creation: false,
+        });
+        self.check()?;
+        Ok(buffer)
+    }
+
+    /// Sends what was written, and waits until its copies are freed.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if wgpu refuses it or the GPU does not answer.
+    pub fn finish_uploads(&self) -> Result<(), KernelError> {
+        self.queue.submit([]);
+        self.wait()
+    }
+
+    /// Waits until the GPU has done all that was submitted.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if it fails, or does not within two minutes.
+    pub fn wait(&self) -> Result<(), KernelError> {
+        let waited = self.device.poll(PollType::Wait { submission_index: None, timeout: Some(TIMEOUT) });
+        self.check()?;
+        waited.map(drop).map_err(|error| self.error(format!("waiting for it: {error}")))
+    }
+
+    /// The pipeline of a variant, compiled at its first use.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if the driver refuses it.
+    pub fn pipeline(&self, source: &'static Source, options: &[(&'static str, u32)]) -> Result<Pipeline, KernelError> {
+        let mut options = options.to_vec();
+        options.push(("SUBGROUPS", u32::from(self.has_subgroups())));
+        let key = (source.name, options);
+        if let Some(known) = lock(&self.pipelines).get(&key) {
+            return Ok(known.clone());
+        }
+        let text = source.variant(&key.1).map_err(|what| self.error(format!("{} {what}", source.name)))?;
+        let descriptor = ShaderModuleDescriptor { label: Some(source.name), source: ShaderSource::Wgsl(text.into()) };
+        // SAFETY: the shader is this crate's own: each operation checks before a dispatch that its parameters keep every
+        // access inside the bound ranges, and its loops end.
+        let module = unsafe { self.device.create_shader_module_trusted(descriptor, ShaderRuntimeChecks::unchecked()) };
+        let layout = self.layout(source);
+        let pipeline_layout = self.device.create_pipeline_layout(&PipelineLayoutDescriptor {
+            label: Some(source.name),
+            bind_group_layouts: &[Some(&layout)],
+            immediate_size: PARAMETER_BYTES,
+        });
+        let pipeline = self.device.create_compute_pipeline(&ComputePipelineDescriptor {
+            label: Some(source.name),
+            layout: Some(&pipeline_layout),
+            module: &module,
+            entry_point: Some("main"),
+            compilation_options: PipelineCompilationOptions { constants: &[], zero_initialize_workgroup_memory: false },
+            cache: None,
+        });
+        self.check()?;
+        let pipeline = Pipeline { pipeline, layout, name: source.name };
+        lock(&self.pipelines).insert(key, pipeline.clone());
+        Ok(pipeline)
+    }
+
+    fn layout(&self, source: &Source) -> BindGroupLayout {
+        let entry = |(binding, access): (u32, char)| BindGroupLayoutEntry {
+            binding,
+            visibility: ShaderStages::COMPUTE,
+            ty: BindingType::Buffer {
+                ty: BufferBindingType::Storage { read_only: access == 'r' },
+                has_dynamic_offset: false,
+                min_binding_size: None,
+            },
+            count: None,
+        };
+        let entries: Vec<_> = (0..).zip(source.bindings.chars()).map(entry).collect();
+        let label = Some(source.name);
+        self.device.create_bind_group_layout(&BindGroupLayoutDescriptor { label, entries: &entries })
+    }
+}
+
+/// Whether `batch_cooperative.wgsl` runs with these features.
+fn has_cooperative_matrices(adapter: &Adapter, features: Features) -> bool {
+    use wgpu::CooperativeScalarType::{F16, F32};
+    let (info, limits) = (adapter.get_info(), adapter.limits());
+    let is_known = |entry: &wgpu::CooperativeMatrixProperties| {
+        (entry.m_size, entry.n_size, entry.k_size) == (16, 16, 16) && (entry.ab_type, entry.cr_type) == (F16, F32)
+    };
+    let needed = Features::EXPERIMENTAL_COOPERATIVE_MATRIX | Features::SHADER_F16 | Features::SUBGROUP;
+    features.contains(needed)
+        && (info.subgroup_min_size, info.subgroup_max_size) == (32, 32)
+        && limits.max_compute_workgroup_storage_size >= COOPERATIVE_BYTES
+        && adapter.cooperative_matrix_properties().iter().any(is_known)
+}

@@ -1,0 +1,236 @@
+//! The fused matmul on WebGPU: quantized weights times 8-bit activations, plain weights times f32.
+//! For: [`WebGpuDevice`](super::WebGpuDevice). Device code: `wgsl/matvec.wgsl`, `batch.wgsl`, `matvec_plain.wgsl`.
+//! Invariant: one dispatch a part; what each computes depends on the layer, the target and the number of tokens alone.
+
+pub mod embed;
+pub mod layout;
+pub mod linear;
+
+use lockstep_formats::Dtype;
+
+pub use linear::{Format, Part, WebGpuLinear};
+
+use super::{
+    commands::{Binding, Commands},
+    elementwise,
+    source::{Options, Source},
+    tensor::WebGpuTensor,
+};
+use crate::{KernelError, quant::ACTIVATION_BLOCK};
+
+/// Few tokens.
+pub static MATVEC: Source =
+    Source { name: "matvec.wgsl", text: include_str!("../../../wgsl/matvec.wgsl"), bindings: "rrrrrrw" };
+/// Weights that are not quantized.
+pub static MATVEC_PLAIN: Source =
+    Source { name: "matvec_plain.wgsl", text: include_str!("../../../wgsl/matvec_plain.wgsl"), bindings: "rrw" };
+/// Many tokens.
+pub static BATCH: Source =
+    Source { name: "batch.wgsl", text: include_str!("../../../wgsl/batch.wgsl"), bindings: "rrrrrrw" };
+/// Many tokens, by tensor cores.
+pub static BATCH_COOPERATIVE: Source = Source {
+    name: "batch_cooperative.wgsl",
+    text: include_str!("../../../wgsl/batch_cooperative.wgsl"),
+    bindings: "rrrrrrw",
+};
+
+/// Most tokens of a workgroup of `matvec.wgsl`; more are tiles.
+pub const MAX_MATVEC_TOKENS: usize = 8;
+/// Rows and tokens of a tile of `batch.wgsl`, and blocks of a step.
+const TILE: usize = 64;
+const STEP: u32 = 2;
+/// Rows and tokens of a tile of `batch_cooperative.wgsl`.
+const COOPERATIVE_TILE: usize = 128;
+
+/// Shape of a workgroup of `matvec.wgsl`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Threads that share the columns.
+    pub threads: u32,
+    /// Outputs.
+    pub rows: u32,
+}
+
+impl Shape {
+    /// What suits layers of so many columns.
+    pub const fn of(_columns: usize) -> Self {
+        Self { threads: 64, rows: 2 }
+    }
+}
+
+/// What becomes of the products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// They are stored.
+    Store,
+    /// They are added to what the output holds.
+    Add,
+    /// Of a row of gates and one of ups, `silu(gate) * up`.
+    SwiGlu,
+}
+
+impl Target {
+    /// Every one.
+    pub const ALL: [Self; 3] = [Self::Store, Self::Add, Self::SwiGlu];
+
+    fn options(self) -> [(&'static str, u32); 2] {
+        [("ADD", u32::from(self == Self::Add)), ("SWIGLU", u32::from(self == Self::SwiGlu))]
+    }
+}
+
+fn format_options(format: Format) -> Options {
+    match format {
+        Format::Planes(layout) => layout.options().to_vec(),
+        Format::Plain(dtype) => vec![("DTYPE", dtype_option(dtype))],
+    }
+}
+
+/// Options of `matvec.wgsl` and `matvec_plain.wgsl`.
+pub fn matvec_options(format: Format, shape: Shape, num_tokens: usize, target: Target) -> Options {
+    let mut options = format_options(format);
+    options.extend(target.options());
+    options.extend([("THREADS", shape.threads), ("ROWS", shape.rows), ("TOKENS", matvec_tokens(num_tokens) as u32)]);
+    options
+}
+
+/// Tokens of a workgroup of `matvec.wgsl`.
+fn matvec_tokens(num_tokens: usize) -> usize {
+    num_tokens.clamp(1, MAX_MATVEC_TOKENS).next_power_of_two()
+}
+
+/// Options of `batch.wgsl`.
+pub fn batch_options(format: Format, target: Target) -> Options {
+    let mut options = format_options(format);
+    options.extend(target.options());
+    options.push(("STEP", STEP));
+    options
+}
+
+/// Options of `batch_cooperative.wgsl`.
+pub fn cooperative_options(format: Format, target: Target) -> Options {
+    let mut options = format_options(format);
+    options.extend(target.options());
+    options.extend([("F16", 1), ("COOPERATIVE", 1)]);
+    options
+}
+
+/// The number of a type in the shaders.
+pub(super) fn dtype_option(dtype: Dtype) -> u32 {
+    match dtype {
+        Dtype::F16 => 0,
+        Dtype::Bf16 => 1,
+        Dtype::F32 => 2,
+    }
+}
+
+/// Adds the product of the first `num_tokens` rows of `input` to the commands; its target is `output`, rows of `width`.
+///
+/// # Errors
+/// [`KernelError::Shape`] if lengths disagree, [`KernelError::Device`] if memory is short or a shader is refused.
+pub(super) fn matmul(
+    commands: &mut Commands,
+    num_tokens: usize,
+    weight: &WebGpuLinear,
+    input: &WebGpuTensor,
+    target: Target,
+    output: &mut WebGpuTensor,
+) -> Result<(), KernelError> {
+    check(num_tokens, weight, input, target, output)?;
+    if num_tokens == 0 {
+        return Ok(());
+    }
+    if target == Target::SwiGlu && weight.parts().len() != 1 {
+        let mut products = WebGpuTensor::zeroed(commands.gpu(), num_tokens, weight.rows())?;
+        matmul(commands, num_tokens, weight, input, Target::Store, &mut products)?;
+        return elementwise::swiglu(commands, num_tokens, &products, output);
+    }
+    let width = output.width();
+    let output = output.overwrite();
+    for part in weight.parts() {
+        let num_outputs = if target == Target::SwiGlu { part.rows / 2 } else { part.rows };
+        let part = PartCall { part, num_outputs, columns: weight.columns(), num_tokens, target, width };
+        part.push(commands, input, &output)?;
+    }
+    Ok(())
+}
+
+/// The product of one part.
+struct PartCall<'a> {
+    part: &'a Part,
+    num_outputs: usize,
+    columns: usize,
+    num_tokens: usize,
+    target: Target,
+    /// Of a row of the output.
+    width: usize,
+}
+
+impl PartCall<'_> {
+    fn push(&self, commands: &mut Commands, input: &WebGpuTensor, output: &Binding) -> Result<(), KernelError> {
+        let format = self.part.format;
+        let (inner, bindings) = match format {
+            Format::Planes(_) => {
+                let blocks = elementwise::blocks(commands, self.num_tokens, input)?;
+                let planes = self.part.planes.iter().cloned();
+                let bindings = planes.chain([blocks.quants, blocks.scales, output.clone()]).collect();
+                (self.columns / ACTIVATION_BLOCK, bindings)
+            }
+            Format::Plain(_) => (self.columns, vec![self.part.planes[0].clone(), input.values(), output.clone()]),
+        };
+        let (source, options, grid) = self.launch(commands);
+        let pipeline = commands.gpu().pipeline(source, &options)?;
+        let numbers = [self.num_outputs, inner, self.num_tokens, self.width, self.part.first_row];
+        commands.dispatch(&pipeline, bindings, &numbers.map(|number| number as u32), grid)
+    }
+
+    fn launch(&self, commands: &Commands) -> (&'static Source, Options, [usize; 3]) {
+        let Self { part: Part { format, .. }, num_tokens, num_outputs, target, .. } = *self;
+        let is_quantized = matches!(format, Format::Planes(_));
+        if !is_quantized || num_tokens <= MAX_MATVEC_TOKENS {
+            let source = if is_quantized { &MATVEC } else { &MATVEC_PLAIN };
+            let shape = commands.gpu().matvec_shape().unwrap_or(Shape::of(self.columns));
+            let [x, y] = elementwise::plane(num_outputs.div_ceil(shape.rows as usize));
+            let z = num_tokens.div_ceil(matvec_tokens(num_tokens));
+            return (source, matvec_options(*format, shape, num_tokens, target), [x, y, z]);
+        }
+        // Of SwiGLU half of a tile's rows are gates.
+        let tiles = |tile: usize| {
+            let outputs = if target == Target::SwiGlu { tile / 2 } else { tile };
+            [num_outputs.div_ceil(outputs), num_tokens.div_ceil(tile), 1]
+        };
+        if commands.gpu().has_cooperative_matrices() {
+            (&BATCH_COOPERATIVE, cooperative_options(*format, target), tiles(COOPERATIVE_TILE))
+        } else {
+            (&BATCH, batch_options(*format, target), tiles(TILE))
+        }
+    }
+}
+
+fn check(
+    num_tokens: usize,
+    weight: &WebGpuLinear,
+    input: &WebGpuTensor,
+    target: Target,
+    output: &WebGpuTensor,
+) -> Result<(), KernelError> {
+    input.expect_tokens("matmul", num_tokens)?;
+    output.expect_tokens("matmul", num_tokens)?;
+    if input.width() != weight.columns() {
+        return Err(shape("input width", input.width(), weight.columns()));
+    }
+    let width = match target {
+        Target::SwiGlu if !weight.rows().is_multiple_of(2) => {
+            return Err(shape("rows of gate and up (odd)", weight.rows(), weight.rows() + 1));
+        }
+        Target::SwiGlu => weight.rows() / 2,
+        Target::Store | Target::Add => weight.rows(),
+    };
+    if output.width() != width {
+        return Err(shape("output width", output.width(), width));
+    }
+    Ok(())
+}
+
+fn shape(what: &'static str, got: usize, expected: usize) -> KernelError {
+    KernelError::Shape { operation: "matmul", what, got, expected }
+}

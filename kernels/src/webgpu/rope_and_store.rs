@@ -1,0 +1,83 @@
+//! Rotary embedding and KV store in one dispatch. Device code: `wgsl/rope_and_store.wgsl`.
+//! For: [`WebGpuDevice`](super::WebGpuDevice).
+//! Invariant: cosines and sines come from the host, in f64 as the oracle's; the layers of a step share them.
+
+use super::{
+    commands::{Binding, Commands},
+    kv_cache::WebGpuKvCache,
+    source::Source,
+};
+use crate::{
+    KernelError,
+    ops::{RopeAndStore, RopeStyle, RopeTable},
+};
+
+/// The shader.
+pub static ROPE_AND_STORE: Source =
+    Source { name: "rope_and_store.wgsl", text: include_str!("../../wgsl/rope_and_store.wgsl"), bindings: "wrrww" };
+
+/// The shader for a cache in parts.
+pub static ROPE_AND_STORE_PARTED: Source = Source {
+    name: "rope_and_store.wgsl (parted)",
+    text: include_str!("../../wgsl/rope_and_store.wgsl"),
+    bindings: "wrrwwwwwwww",
+};
+
+/// Threads of a workgroup; each takes four elements of a head at a time.
+pub const THREADS: u32 = 64;
+
+/// What the layers of a step share.
+#[derive(Clone)]
+pub(super) struct StagedTokens {
+    /// Cosine and sine of each rotated pair of each token.
+    angles: Binding,
+    slots: Binding,
+}
+
+/// Sends angles and slots.
+pub(super) fn stage(
+    commands: &mut Commands,
+    call: &RopeAndStore<'_>,
+    table: &RopeTable,
+) -> Result<StagedTokens, KernelError> {
+    let magnitude = f64::from(table.magnitude);
+    let angles: Vec<[f32; 2]> = call
+        .positions
+        .iter()
+        .flat_map(|position| {
+            table.frequencies.iter().map(move |frequency| {
+                let (sine, cosine) = (f64::from(*position) * f64::from(*frequency)).sin_cos();
+                [(cosine * magnitude) as f32, (sine * magnitude) as f32]
+            })
+        })
+        .collect();
+    Ok(StagedTokens { angles: commands.stage(&angles)?, slots: commands.stage(call.slot_mapping)? })
+}
+
+/// Adds the call, which was checked, to the commands.
+pub(super) fn push(
+    commands: &mut Commands,
+    call: &RopeAndStore<'_>,
+    table: &RopeTable,
+    staged: &StagedTokens,
+    qkv: Binding,
+    cache: &WebGpuKvCache,
+) -> Result<(), KernelError> {
+    let mut options = cache.options().to_vec();
+    options.extend([("THREADS", THREADS), ("INTERLEAVED", u32::from(table.style == RopeStyle::Interleaved))]);
+    let source = if cache.is_parted() { &ROPE_AND_STORE_PARTED } else { &ROPE_AND_STORE };
+    let pipeline = commands.gpu().pipeline(source, &options)?;
+    let tokens = [qkv, staged.angles.clone(), staged.slots.clone()];
+    let bindings = tokens.into_iter().chain(cache.layer(call.layer)).collect();
+    let numbers = [
+        call.num_heads,
+        call.num_key_value_heads,
+        call.head_dim,
+        table.rotary_dim,
+        cache.spec().block_size,
+        cache.head_groups(),
+        cache.part_blocks(),
+    ];
+    let heads = call.num_heads + 2 * call.num_key_value_heads;
+    commands.dispatch(&pipeline, bindings, &numbers.map(|number| number as u32), [heads, call.num_tokens(), 1])
+}

@@ -1,0 +1,122 @@
+//! The device side of sampling on WebGPU. Device code: `wgsl/sample.wgsl`.
+//! For: [`WebGpuDevice`](super::WebGpuDevice). Contract: [`ops::sample`](crate::ops::sample).
+//! Invariant: slices of a row are merged as those of ranks are, so what comes back is as much as ranks would send.
+
+use super::{
+    commands::{Binding, Commands},
+    source::Source,
+    tensor::WebGpuTensor,
+};
+use crate::{
+    KernelError,
+    ops::{Candidates, SampleRow},
+};
+
+/// The shader.
+pub static SAMPLE: Source =
+    Source { name: "sample.wgsl", text: include_str!("../../wgsl/sample.wgsl"), bindings: "rrrw" };
+
+/// Logits that a workgroup reduces.
+const SLICE: usize = 2048;
+/// Its options.
+pub const OPTIONS: [(&str, u32); 2] = [("THREADS", 256), ("SLICE", SLICE as u32)];
+/// Words of a slice's results before its candidates.
+const FIXED_WORDS: usize = 8;
+
+/// A row, as the shader reads it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, bytemuck::NoUninit)]
+struct Row {
+    top_k: u32,
+    raw_top_k: u32,
+    inverse_temperature: f32,
+    is_drawn: u32,
+    seed: [u32; 2],
+    first_penalty: u32,
+    num_penalties: u32,
+}
+
+/// Reduces the first rows of `logits` and reads back what comes of them.
+///
+/// # Errors
+/// [`KernelError`] if a row does not pass its checks or the GPU fails.
+pub(super) fn sample(
+    commands: &mut Commands,
+    rows: &[SampleRow],
+    first_token: u32,
+    logits: &WebGpuTensor,
+) -> Result<Vec<Candidates>, KernelError> {
+    rows.iter().try_for_each(SampleRow::check)?;
+    logits.expect_tokens("sample", rows.len())?;
+    let width = logits.width();
+    if u32::try_from(width).ok().and_then(|width| first_token.checked_add(width)).is_none() {
+        let (got, limit) = (first_token as usize + width, u32::MAX as usize);
+        return Err(KernelError::OutOfRange { operation: "sample", what: "last token id", got, limit });
+    }
+    if rows.is_empty() {
+        return Ok(Vec::new());
+    }
+    let room = |wanted: fn(&SampleRow) -> usize| rows.iter().map(wanted).max().unwrap_or(0).min(SLICE);
+    let rooms = [room(|row| row.top_k), room(|row| row.raw_top_k)];
+    let num_slices = width.div_ceil(SLICE);
+    let slice_words = FIXED_WORDS + 2 * (rooms[0] + rooms[1]);
+    let output = commands.gpu().buffer("candidates", (rows.len() * num_slices * slice_words * 4) as u64)?;
+    let (staged, penalties) = stage(commands, rows)?;
+    let pipeline = commands.gpu().pipeline(&SAMPLE, &OPTIONS)?;
+    let bindings = vec![logits.values(), staged, penalties, Binding::whole(&output)];
+    let infinity = f32::NEG_INFINITY.to_bits();
+    let parameters = [width as u32, first_token, infinity, rooms[0] as u32, rooms[1] as u32];
+    commands.dispatch(&pipeline, bindings, &parameters, [num_slices, rows.len(), 1])?;
+    let words: Vec<u32> = commands.read(&Binding::whole(&output))?;
+    let mut slices = words.chunks_exact(slice_words);
+    let read = |row: &SampleRow, slices: &mut dyn Iterator<Item = &[u32]>| {
+        let slices = slices.take(num_slices).enumerate();
+        Candidates::merge(
+            row,
+            slices.map(|(slice, words)| candidates(row, words, rooms, SLICE.min(width - slice * SLICE))),
+        )
+    };
+    Ok(rows.iter().map(|row| read(row, &mut slices)).collect())
+}
+
+fn stage(commands: &mut Commands, rows: &[SampleRow]) -> Result<(Binding, Binding), KernelError> {
+    let mut penalties: Vec<[u32; 4]> = Vec::new();
+    let mut staged = Vec::with_capacity(rows.len());
+    for row in rows {
+        let seed = row.noise_seed.unwrap_or(0);
+        staged.push(Row {
+            top_k: u32::try_from(row.top_k).unwrap_or(u32::MAX),
+            raw_top_k: u32::try_from(row.raw_top_k).unwrap_or(u32::MAX),
+            inverse_temperature: 1.0 / row.temperature,
+            is_drawn: u32::from(row.noise_seed.is_some()),
+            seed: [seed as u32, (seed >> 32) as u32],
+            first_penalty: penalties.len() as u32,
+            num_penalties: row.penalties.len() as u32,
+        });
+        let words = |penalty: &crate::ops::TokenPenalty| {
+            [penalty.token_id, penalty.repetition.to_bits(), penalty.subtract.to_bits(), 0]
+        };
+        penalties.extend(row.penalties.iter().map(words));
+    }
+    Ok((commands.stage(&staged)?, commands.stage(&penalties)?))
+}
+
+/// What a slice of `len` logits came to.
+fn candidates(row: &SampleRow, words: &[u32], rooms: [usize; 2], len: usize) -> Candidates {
+    let float = |index: usize| f32::from_bits(words[index]);
+    let log_sum_exp = |at: usize| {
+        let (largest, sum) = (float(at), float(at + 1));
+        if largest.is_finite() { (f64::from(largest) + f64::from(sum).ln()) as f32 } else { largest }
+    };
+    let top = |at: usize, wanted: usize| {
+        let entries = words[at..].chunks_exact(2).take(wanted.min(len));
+        entries.map(|entry| (entry[1], f32::from_bits(entry[0]))).collect()
+    };
+    Candidates {
+        raw_log_sum_exp: log_sum_exp(0),
+        scaled_log_sum_exp: log_sum_exp(2),
+        drawn: (words[4] != 0).then(|| (words[5], float(6), float(7))),
+        top: top(FIXED_WORDS, row.top_k),
+        raw_top: top(FIXED_WORDS + 2 * rooms[0], row.raw_top_k),
+    }
+}

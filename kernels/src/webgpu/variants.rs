@@ -1,0 +1,86 @@
+//! Every variant of every shader that a launch can ask for, by name.
+//! For: tests that translate and compile all of them, so that no user meets one first.
+//! Invariant: built from the same options as the launches.
+
+use lockstep_formats::{Dtype, GgmlType};
+
+use super::{
+    attention, elementwise,
+    matmul::{self, Format, Shape, Target, embed, layout::Layout},
+    rope_and_store, sample,
+    source::{Options, Source},
+};
+
+/// A source with the options of one variant, but for `SUBGROUPS`.
+pub type Variant = (&'static Source, Options);
+
+/// All variants. Heads are of the sizes 33 to 512, groups of up to eight heads.
+pub fn all() -> Vec<Variant> {
+    let mut variants = elementwise_variants();
+    variants.extend(matmul_variants());
+    variants.extend(attention_variants());
+    variants.push((&sample::SAMPLE, sample::OPTIONS.to_vec()));
+    variants
+}
+
+fn elementwise_variants() -> Vec<Variant> {
+    let threads = ("THREADS", elementwise::THREADS);
+    let norm = |quantize| vec![("THREADS", elementwise::NORM_THREADS), ("QUANTIZE", quantize)];
+    let mut variants: Vec<Variant> = vec![(&elementwise::RMS_NORM, norm(0)), (&elementwise::RMS_NORM_BLOCKS, norm(1))];
+    for source in [&elementwise::QUANTIZE, &elementwise::SWIGLU, &elementwise::ADD, &elementwise::GATHER_ROWS] {
+        variants.push((source, vec![threads]));
+    }
+    variants
+}
+
+fn formats() -> Vec<Format> {
+    let mut formats: Vec<Format> = GgmlType::all().filter_map(Layout::of).map(Format::Planes).collect();
+    formats.extend(Dtype::ALL.map(Format::Plain));
+    formats
+}
+
+fn matmul_variants() -> Vec<Variant> {
+    let mut variants = Vec::new();
+    for format in formats() {
+        let is_plain = matches!(format, Format::Plain(_));
+        let (matvec, table) =
+            if is_plain { (&matmul::MATVEC_PLAIN, &embed::EMBED_PLAIN) } else { (&matmul::MATVEC, &embed::EMBED) };
+        variants.push((table, embed::embed_options(format)));
+        for target in Target::ALL {
+            for num_tokens in [1, 2, 4, 8] {
+                variants.push((matvec, matmul::matvec_options(format, Shape::of(0), num_tokens, target)));
+            }
+            if !is_plain {
+                variants.push((&matmul::BATCH, matmul::batch_options(format, target)));
+                variants.push((&matmul::BATCH_COOPERATIVE, matmul::cooperative_options(format, target)));
+            }
+        }
+    }
+    variants
+}
+
+fn attention_variants() -> Vec<Variant> {
+    let mut variants: Vec<Variant> = Vec::new();
+    for (dtype, is_parted) in Dtype::ALL.into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
+        let (rope, attend) = if is_parted {
+            (&rope_and_store::ROPE_AND_STORE_PARTED, &attention::ATTENTION_PARTED)
+        } else {
+            (&rope_and_store::ROPE_AND_STORE, &attention::ATTENTION)
+        };
+        for interleaved in [0, 1] {
+            let mut options = super::kv_cache::options(dtype, is_parted).to_vec();
+            options.extend([("THREADS", rope_and_store::THREADS), ("INTERLEAVED", interleaved)]);
+            variants.push((rope, options));
+        }
+        for head_dim in [33, 64, 128, 256, 512] {
+            for (group_size, is_prefill) in [1, 2, 4, 8].into_iter().flat_map(|size| [(size, false), (size, true)]) {
+                let options = attention::attention_options(dtype, is_parted, head_dim, group_size, is_prefill);
+                variants.push((attend, options));
+            }
+        }
+    }
+    for groups in [9, 16, 32, 64, 128] {
+        variants.push((&attention::COMBINE, attention::combine_options(groups)));
+    }
+    variants
+}

@@ -1,0 +1,53 @@
+//! Whole forward steps of the WebGPU device against the oracles, and what a step costs.
+#![cfg(feature = "webgpu")]
+#![allow(clippy::unwrap_used, missing_docs, reason = "a failure is what a test reports")]
+
+mod adapter;
+mod blocks;
+mod steps;
+
+use lockstep_formats::Dtype;
+use lockstep_kernels::webgpu::gpu::GpuOptions;
+use steps::{EIGHT_BIT_TOLERANCE, LAYERS, Model, batch, compare};
+
+fn exact() -> GpuOptions {
+    GpuOptions { use_cooperative_matrices: false, ..GpuOptions::default() }
+}
+
+#[test]
+fn steps_agree_with_the_oracles() {
+    for (dtype, use_subgroups) in [(Dtype::F32, true), (Dtype::F16, true), (Dtype::Bf16, true), (Dtype::F16, false)] {
+        let device = adapter::open_with(GpuOptions { use_subgroups, ..exact() });
+        compare(device, usize::MAX, false, dtype, |_| EIGHT_BIT_TOLERANCE);
+    }
+}
+
+#[test]
+fn steps_of_ranks_that_meet_on_the_host_agree_with_the_oracles() {
+    compare(adapter::open_with(exact()), usize::MAX, true, Dtype::F16, |_| EIGHT_BIT_TOLERANCE);
+}
+
+/// One submission, and nothing read back but the candidates: of a decode step ten dispatches a layer (norm, QKV, rotation
+/// and store, attention, its blocks, its output, norm, gate and up, their blocks, down), and the embedding, the
+/// sampled rows, their norm, the head and the sampler.
+#[test]
+fn a_decode_step_is_one_submission() {
+    let mut model = Model::new(adapter::open_with(exact()), false, Dtype::F16);
+    let tables: Vec<Vec<u32>> = vec![(0..10).collect()];
+    model.step(&batch(&[((0..9).collect(), 0)], &tables));
+    model.step(&batch(&[(vec![5], 9)], &tables));
+    let before = model.device.commands().counts();
+    model.step(&batch(&[(vec![6], 10)], &tables));
+    let after = model.device.commands().counts();
+    assert_eq!((after.0 - before.0, after.1 - before.1), (1, (10 * LAYERS + 5) as u64));
+}
+
+#[test]
+fn a_rehearsal_computes_nothing() {
+    let mut model = Model::new(adapter::open_with(exact()), false, Dtype::F16);
+    let tables: Vec<Vec<u32>> = vec![(0..10).collect()];
+    let before = model.device.commands().counts();
+    model.run(&batch(&[((0..9).collect(), 0)], &tables), true);
+    assert_eq!(model.device.commands().counts(), before);
+    assert!(model.hidden_rows(9).iter().all(|value| *value == 0.0));
+}

@@ -1,0 +1,64 @@
+//! Every shader variant as valid WGSL, and as Metal's language within Apple's published limits.
+#![cfg(feature = "webgpu")]
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs, reason = "a failure is what a test reports")]
+
+use lockstep_kernels::webgpu::variants;
+use naga::{
+    AddressSpace,
+    back::msl,
+    valid::{Capabilities, ModuleInfo, ValidationFlags, Validator},
+};
+
+/// Threadgroup memory of Apple's GPUs since the A11 (Metal Feature Set Tables).
+const MAX_WORKGROUP_BYTES: u32 = 32 << 10;
+/// Buffer arguments of a Metal function (Metal Feature Set Tables).
+const MAX_BUFFERS: usize = 31;
+
+fn validate(name: &str, text: &str) -> (naga::Module, ModuleInfo) {
+    let module =
+        naga::front::wgsl::parse_str(text).unwrap_or_else(|error| panic!("{name}: {}", error.emit_to_string(text)));
+    let mut validator = Validator::new(ValidationFlags::all(), Capabilities::all());
+    let info = validator.validate(&module).unwrap_or_else(|error| panic!("{name}: {}", error.emit_to_string(text)));
+    (module, info)
+}
+
+#[test]
+fn every_variant_translates_to_metal_within_its_limits() {
+    let mut count = 0;
+    // Metal's matrices are of 8 x 8 only: there the integer tiles are used.
+    let has_them = |options: &[(&str, u32)]| !options.contains(&("COOPERATIVE", 1));
+    for (source, options) in variants::all().into_iter().filter(|(_, options)| has_them(options)) {
+        for subgroups in [0, 1] {
+            let mut options = options.clone();
+            options.push(("SUBGROUPS", subgroups));
+            let name = format!("{} {options:?}", source.name);
+            let text = source.variant(&options).unwrap_or_else(|error| panic!("{name}: {error}"));
+            let (module, info) = validate(&name, &text);
+            let workgroup =
+                module.global_variables.iter().filter(|(_, variable)| variable.space == AddressSpace::WorkGroup);
+            let workgroup_bytes: u32 =
+                workgroup.map(|(_, variable)| module.types[variable.ty].inner.size(module.to_ctx())).sum();
+            assert!(workgroup_bytes <= MAX_WORKGROUP_BYTES, "{name}: {workgroup_bytes} bytes of workgroup memory");
+            // Beside the bindings come the parameters and the sizes of the bound buffers.
+            let num_buffers = source.bindings.len() + 2;
+            assert!(num_buffers <= MAX_BUFFERS, "{name}: {num_buffers} buffers");
+            let options = msl::Options { lang_version: (2, 4), fake_missing_bindings: true, ..msl::Options::default() };
+            let pipeline = msl::PipelineOptions::default();
+            let (code, _) = msl::write_string(&module, &info, &options, &pipeline)
+                .unwrap_or_else(|error| panic!("{name}: {error}"));
+            assert!(code.contains("kernel void"), "{name}");
+            count += 1;
+        }
+    }
+    println!("{count} variants");
+}
+
+#[test]
+fn every_variant_for_tensor_cores_is_valid() {
+    for (source, mut options) in variants::all() {
+        if options.contains(&("COOPERATIVE", 1)) {
+            options.push(("SUBGROUPS", 1));
+            validate(&format!("{} {options:?}", source.name), &source.variant(&options).unwrap());
+        }
+    }
+}

@@ -1,0 +1,91 @@
+// Quantized weights times up to TOKENS tokens, by integer dot products with 8-bit activations.
+//
+// A workgroup makes ROWS outputs of TOKENS tokens; its threads take every THREADS-th block of the columns, and their sums
+// are added in workgroup memory. Of SwiGLU, an output is the product of two rows, gate and up.
+//
+// Options: those of the weights; THREADS, ROWS, TOKENS, ADD (to what the output holds), SWIGLU.
+
+struct Params { num_outputs: u32, num_blocks: u32, num_tokens: u32, width: u32, first_output: u32 }
+var<immediate> params: Params;
+
+#include weights
+@group(0) @binding(4) var<storage, read> quants: array<vec4<u32>>;
+@group(0) @binding(5) var<storage, read> scales: array<vec2<u32>>;
+@group(0) @binding(6) var<storage, read_write> output: array<f32>;
+#include activations
+
+// Rows that a workgroup multiplies: with SWIGLU gates, then ups.
+const ALL_ROWS = ROWS * (1u + SWIGLU);
+const SUMS = ALL_ROWS * TOKENS;
+#if SUBGROUPS
+// A subgroup has at least four threads.
+var<workgroup> partial: array<f32, SUMS * THREADS / 4u>;
+#else
+var<workgroup> partial: array<f32, SUMS * THREADS>;
+#endif
+
+@compute @workgroup_size(THREADS)
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
+        @builtin(local_invocation_index) thread: u32,
+#if SUBGROUPS
+        @builtin(subgroup_id) subgroup: u32, @builtin(num_subgroups) num_subgroups: u32,
+        @builtin(subgroup_invocation_id) lane: u32
+#endif
+) {
+    let first_row = (group.x + group.y * groups.x) * ROWS;
+    let first_token = group.z * TOKENS;
+    var sums: array<f32, SUMS>;
+    for (var i = 0u; i < SUMS; i++) { sums[i] = 0.0; }
+    for (var block = thread; block < params.num_blocks; block += THREADS) {
+        var weights: array<WeightBlock, ALL_ROWS>;
+        for (var row = 0u; row < ALL_ROWS; row++) {
+            // Rows past the end are computed and not stored.
+            let output_row = min(first_row + row % ROWS, params.num_outputs - 1u);
+            weights[row] = load_block((output_row + row / ROWS * params.num_outputs) * params.num_blocks + block);
+        }
+        for (var token = 0u; token < TOKENS; token++) {
+            let at = min(first_token + token, params.num_tokens - 1u) * params.num_blocks + block;
+            let first = quants[2u * at];
+            let second = quants[2u * at + 1u];
+            let scale = scales[at];
+            let half_sums = unpack_sums(scale.y);
+            for (var row = 0u; row < ALL_ROWS; row++) {
+                sums[row * TOKENS + token] += product(weights[row], first, second, bitcast<f32>(scale.x), half_sums);
+            }
+        }
+    }
+#if SUBGROUPS
+    for (var i = 0u; i < SUMS; i++) {
+        let sum = subgroupAdd(sums[i]);
+        if (lane == 0u) { partial[subgroup * SUMS + i] = sum; }
+    }
+    workgroupBarrier();
+    let num_partial = num_subgroups;
+#else
+    for (var i = 0u; i < SUMS; i++) { partial[thread * SUMS + i] = sums[i]; }
+    workgroupBarrier();
+    for (var distance = THREADS / 2u; distance > 0u; distance /= 2u) {
+        if (thread < distance) {
+            for (var i = 0u; i < SUMS; i++) { partial[thread * SUMS + i] += partial[(thread + distance) * SUMS + i]; }
+        }
+        workgroupBarrier();
+    }
+    let num_partial = 1u;
+#endif
+    if (thread >= ROWS * TOKENS) { return; }
+    let row = first_row + thread / TOKENS;
+    let token = first_token + thread % TOKENS;
+    if (row >= params.num_outputs || token >= params.num_tokens) { return; }
+    var result = 0.0;
+    for (var i = 0u; i < num_partial; i++) { result += partial[i * SUMS + thread]; }
+#if SWIGLU
+    var up = 0.0;
+    for (var i = 0u; i < num_partial; i++) { up += partial[i * SUMS + ROWS * TOKENS + thread]; }
+    result = result / (1.0 + exp(-result)) * up;
+#endif
+    let at = token * params.width + params.first_output + row;
+#if ADD
+    result += output[at];
+#endif
+    output[at] = result;
+}

@@ -1,0 +1,110 @@
+// Rotates queries and keys in place, and stores keys and values in the cache.
+//
+// A workgroup takes one head of one token: x is the head (queries, keys, values), y the token. Options: those of the
+// cache; PARTED (the cache of a layer is in four buffers); THREADS, INTERLEAVED (pairs 2i and 2i + 1, else i and i + rotary_dim / 2).
+
+struct Params {
+    num_heads: u32, num_key_value_heads: u32, head_dim: u32, rotary_dim: u32, block_size: u32, head_groups: u32,
+    part_blocks: u32,
+}
+var<immediate> params: Params;
+
+@group(0) @binding(0) var<storage, read_write> qkv: array<f32>;
+// Cosine and sine of each pair of each token.
+@group(0) @binding(1) var<storage, read> angles: array<vec2<f32>>;
+@group(0) @binding(2) var<storage, read> slots: array<u32>;
+@group(0) @binding(3) var<storage, read_write> keys: array<u32>;
+@group(0) @binding(4) var<storage, read_write> values: array<u32>;
+#if PARTED
+@group(0) @binding(5) var<storage, read_write> keys_1: array<u32>;
+@group(0) @binding(6) var<storage, read_write> values_1: array<u32>;
+@group(0) @binding(7) var<storage, read_write> keys_2: array<u32>;
+@group(0) @binding(8) var<storage, read_write> values_2: array<u32>;
+@group(0) @binding(9) var<storage, read_write> keys_3: array<u32>;
+@group(0) @binding(10) var<storage, read_write> values_3: array<u32>;
+#endif
+#include kv_cache
+
+fn store_key(at: u32, part: u32, word: u32) {
+    switch (part) {
+#if PARTED
+        case 1u: { keys_1[at] = word; }
+        case 2u: { keys_2[at] = word; }
+        case 3u: { keys_3[at] = word; }
+#endif
+        default: { keys[at] = word; }
+    }
+}
+
+fn store_value(at: u32, part: u32, word: u32) {
+    switch (part) {
+#if PARTED
+        case 1u: { values_1[at] = word; }
+        case 2u: { values_2[at] = word; }
+        case 3u: { values_3[at] = word; }
+#endif
+        default: { values[at] = word; }
+    }
+}
+
+fn rotate(start: u32, token: u32, pair: u32) {
+    let pairs = params.rotary_dim / 2u;
+#if INTERLEAVED
+    let first = start + 2u * pair;
+    let second = first + 1u;
+#else
+    let first = start + pair;
+    let second = first + pairs;
+#endif
+    let angle = angles[token * pairs + pair];
+    let x = qkv[first];
+    let y = qkv[second];
+    qkv[first] = x * angle.x - y * angle.y;
+    qkv[second] = x * angle.y + y * angle.x;
+}
+
+// The group of four elements of the head from `start` on, finite, zeros past its end.
+fn load_group(start: u32, group: u32) -> vec4<f32> {
+    var elements = vec4<f32>(0.0);
+    for (var i = 0u; i < 4u; i++) {
+        if (4u * group + i < params.head_dim) { elements[i] = qkv[start + 4u * group + i]; }
+    }
+    let limit = vec4<f32>(cache_limit());
+    return clamp(elements, -limit, limit);
+}
+
+@compute @workgroup_size(THREADS)
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
+    let head = group.x;
+    let token = group.y;
+    let all_heads = params.num_heads + 2u * params.num_key_value_heads;
+    let start = (token * all_heads + head) * params.head_dim;
+    let is_value = head >= params.num_heads + params.num_key_value_heads;
+    if (!is_value) {
+        for (var pair = thread; pair < params.rotary_dim / 2u; pair += THREADS) { rotate(start, token, pair); }
+    }
+    if (head < params.num_heads) { return; }
+    storageBarrier();
+    var key_value_head = head - params.num_heads;
+    if (is_value) { key_value_head -= params.num_key_value_heads; }
+    let slot = slots[token];
+    var block = slot / params.block_size;
+    let part = block / params.part_blocks;
+    block %= params.part_blocks;
+    let row = (block * params.num_key_value_heads + key_value_head) * params.block_size + slot % params.block_size;
+    for (var i = thread; i < params.head_groups; i += THREADS) {
+        let elements = load_group(start, i);
+        let at = (row * params.head_groups + i) * GROUP_WORDS;
+        var words: vec4<u32>;
+        if (DTYPE == 0u) {
+            words = vec4<u32>(pack2x16float(elements.xy), pack2x16float(elements.zw), 0u, 0u);
+        } else if (DTYPE == 1u) {
+            words = vec4<u32>(pack_bf16(elements.xy), pack_bf16(elements.zw), 0u, 0u);
+        } else {
+            words = bitcast<vec4<u32>>(elements);
+        }
+        for (var word = 0u; word < GROUP_WORDS; word++) {
+            if (is_value) { store_value(at + word, part, words[word]); } else { store_key(at + word, part, words[word]); }
+        }
+    }
+}
