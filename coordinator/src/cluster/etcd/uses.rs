@@ -21,6 +21,8 @@ pub struct Uses {
     others: Others,
     /// What the keys hold, as far as it is known here; `None` if they are not there.
     said: Option<Said>,
+    /// The last word was refused, which was logged.
+    is_refused: bool,
 }
 
 /// What this coordinator has told the others.
@@ -36,7 +38,7 @@ struct Said {
 impl Uses {
     /// Nothing said or heard yet.
     pub fn new(tenants: Tenants) -> Self {
-        Self { tenants, session: rand::random(), others: Others::default(), said: None }
+        Self { tenants, session: rand::random(), others: Others::default(), said: None, is_refused: false }
     }
 
     /// Takes in all that is there; what had been heard before may be out of date.
@@ -100,7 +102,7 @@ impl Uses {
             return Ok(());
         }
         let txn = Txn::new().when([self.is_as_known(keys)]).and_then(self.puts(keys, lease, &held, &spent));
-        match carry_out(connection, txn).await? {
+        match self.carry_out(connection, txn).await? {
             Some(true) => self.said = Some(Said { held: Some(held), own, spent }),
             Some(false) => self.begin_again(),
             None => {}
@@ -124,7 +126,7 @@ impl Uses {
             let mut steps = self.puts(keys, lease, &held, &spent);
             steps.push(TxnOp::delete(left, None));
             let txn = Txn::new().when([self.is_as_known(keys), is_gone, is_left]).and_then(steps);
-            if carry_out(connection, txn).await? == Some(true) {
+            if self.carry_out(connection, txn).await? == Some(true) {
                 self.others.adopt(session);
                 self.said = Some(Said { held: Some(held), own, spent });
             }
@@ -162,16 +164,21 @@ impl Uses {
             }
         }
     }
-}
 
-/// Whether the conditions held. `None` where etcd is full or forbids it: each coordinator then counts for itself.
-async fn carry_out(connection: &Connection, txn: Txn) -> Result<Option<bool>, EtcdError> {
-    match connection.within(connection.client.kv_client().txn(txn)).await {
-        Ok(done) => Ok(Some(done.succeeded())),
-        Err(error) if error.is_refusal() => {
-            tracing::warn!(%error, "other coordinators cannot be told what tenants use");
-            Ok(None)
+    /// Whether the conditions held. `None` where etcd is full or forbids it: each coordinator then counts for itself.
+    async fn carry_out(&mut self, connection: &Connection, txn: Txn) -> Result<Option<bool>, EtcdError> {
+        match connection.within(connection.client.kv_client().txn(txn)).await {
+            Ok(done) => {
+                self.is_refused = false;
+                Ok(Some(done.succeeded()))
+            }
+            Err(error) if error.is_refusal() => {
+                if !std::mem::replace(&mut self.is_refused, true) {
+                    tracing::warn!(%error, "other coordinators cannot be told what tenants use");
+                }
+                Ok(None)
+            }
+            Err(error) => Err(error),
         }
-        Err(error) => Err(error),
     }
 }
