@@ -14,6 +14,7 @@ REPOSITORY = CHART.parent
 GOLDEN = CHART / "tests/golden"
 EXAMPLES = {path.stem: path for path in sorted((CHART / "examples").glob("*.yaml"))}
 WORKLOADS = ("Deployment", "StatefulSet")
+LOADED = helm.Chart.load(str(CHART))
 # Smallest values that render.
 LEAST = {"insecure": True, "model": {"path": "model.gguf"}}
 
@@ -33,14 +34,14 @@ def merged(values, change):
 
 def render(values, chart=None):
     """Manifests by (kind, name), and the text of NOTES.txt."""
-    chart = chart or helm.Chart.load(str(CHART))
+    chart = chart or LOADED
     chart.validate_schema(values)
     manifests, notes = {}, ""
     for path, text in sorted(chart.render(values, name="lockstep", namespace="serving", is_install=True).items()):
         if path.endswith("NOTES.txt"):
             notes = text
             continue
-        for manifest in yaml.safe_load_all(text):
+        for manifest in yaml.load_all(text, Loader=yaml.CSafeLoader):
             if manifest:
                 key = (manifest["kind"], manifest["metadata"]["name"])
                 assert key not in manifests, f"{key} is there twice"

@@ -118,36 +118,23 @@ fn store_of(url: &Url, options: &FetchOptions) -> object_store::Result<Arc<dyn O
     // Whoever asks tries again himself, and goes on where it broke.
     let retry = RetryConfig { max_retries: 1, retry_timeout: options.stall_timeout, ..RetryConfig::default() };
     let connect = format!("{}ms", options.connect_timeout.as_millis());
-    let times =
-        || [(ClientConfigKey::ConnectTimeout, connect.clone()), (ClientConfigKey::Timeout, WHOLE_ANSWER.into())];
+    let times = [(ClientConfigKey::ConnectTimeout, connect.as_str()), (ClientConfigKey::Timeout, WHOLE_ANSWER)];
+    // The builders have these methods in common, but no trait.
+    macro_rules! build {
+        ($builder:expr, $key:path) => {{
+            let builder = $builder.with_retry(retry);
+            Arc::new(
+                times.into_iter().fold(builder, |built, (key, value)| built.with_config($key(key), value)).build()?,
+            )
+        }};
+    }
     Ok(match url.scheme() {
-        "s3" | "s3a" => {
-            let builder = AmazonS3Builder::from_env().with_url(url.as_str()).with_retry(retry);
-            let builder = times()
-                .into_iter()
-                .fold(builder, |builder, (key, value)| builder.with_config(AmazonS3ConfigKey::Client(key), value));
-            Arc::new(builder.build()?)
-        }
-        "gs" => {
-            let builder = GoogleCloudStorageBuilder::from_env().with_url(url.as_str()).with_retry(retry);
-            let builder = times()
-                .into_iter()
-                .fold(builder, |builder, (key, value)| builder.with_config(GoogleConfigKey::Client(key), value));
-            Arc::new(builder.build()?)
-        }
+        "s3" | "s3a" => build!(AmazonS3Builder::from_env().with_url(url.as_str()), AmazonS3ConfigKey::Client),
+        "gs" => build!(GoogleCloudStorageBuilder::from_env().with_url(url.as_str()), GoogleConfigKey::Client),
         "http" | "https" => {
-            let origin = url.origin().ascii_serialization();
-            let is_clear = (ClientConfigKey::AllowHttp, "true".to_owned());
-            let builder = HttpBuilder::new().with_url(origin).with_retry(retry);
-            let settings = times().into_iter().chain([is_clear]);
-            Arc::new(settings.fold(builder, |builder, (key, value)| builder.with_config(key, value)).build()?)
+            let builder = HttpBuilder::new().with_url(url.origin().ascii_serialization());
+            build!(builder.with_config(ClientConfigKey::AllowHttp, "true"), std::convert::identity)
         }
-        _ => {
-            let builder = MicrosoftAzureBuilder::from_env().with_url(url.as_str()).with_retry(retry);
-            let builder = times()
-                .into_iter()
-                .fold(builder, |builder, (key, value)| builder.with_config(AzureConfigKey::Client(key), value));
-            Arc::new(builder.build()?)
-        }
+        _ => build!(MicrosoftAzureBuilder::from_env().with_url(url.as_str()), AzureConfigKey::Client),
     })
 }
