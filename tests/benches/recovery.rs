@@ -28,8 +28,8 @@ use tokio::{task::JoinHandle, time::sleep};
 const NUM_TOKENS: u32 = 300;
 /// How long streams run before a fault.
 const BEFORE: Duration = Duration::from_millis(500);
-/// How long stops and cuts last: longer than it takes to notice them and to plan anew.
-const LASTS: Duration = Duration::from_secs(6);
+/// How long stops and cuts last: longer than it should take to notice them and to plan anew.
+const LASTS: Duration = Duration::from_secs(12);
 /// Between two looks.
 const POLL: Duration = Duration::from_millis(2);
 
@@ -118,7 +118,7 @@ impl Stage {
     async fn start(num_workers: usize, num_replicas: usize) -> Self {
         let network = Network::start(2, num_workers).await.unwrap();
         let policy = &format!("tensor=2,replicas={num_replicas}");
-        let members = Members { num_coordinators: 2, num_workers, policy, worker_arguments: &[] };
+        let members = Members { num_coordinators: 2, num_workers, min_workers: 2, policy, worker_arguments: &[] };
         let cluster = SharedCluster::start_on(network, members).await.unwrap();
         let clients = vec![cluster.client(0).await.unwrap(), cluster.client(1).await.unwrap()];
         let mut stage = Self { cluster, clients, num_replicas, undisturbed: Vec::new(), num_requests: 0 };

@@ -58,6 +58,8 @@ pub struct Members<'a> {
     pub num_coordinators: usize,
     /// Workers, of one thread.
     pub num_workers: usize,
+    /// Without so many nothing is planned where nothing serves.
+    pub min_workers: usize,
     /// How the coordinators want the model cut.
     pub policy: &'a str,
     /// Further arguments of the workers.
@@ -70,7 +72,8 @@ impl SharedCluster {
     /// # Errors
     /// With the log, if a process does not start.
     pub fn start(num_coordinators: usize, num_workers: usize, policy: &str) -> anyhow::Result<Self> {
-        Self::start_members(Members { num_coordinators, num_workers, policy, worker_arguments: &[] })
+        let min_workers = num_workers;
+        Self::start_members(Members { num_coordinators, num_workers, min_workers, policy, worker_arguments: &[] })
     }
 
     /// The same with what `members` says.
@@ -131,7 +134,7 @@ impl SharedCluster {
         arguments.extend(["--http-listen=127.0.0.1:0", "--model-name=smol"].map(String::from));
         arguments.push(format!("--model={}", environment::model()?.display()));
         arguments.push(format!("--ready-file={}", self.ready_file(index).display()));
-        arguments.push(format!("--min-workers={}", members.num_workers));
+        arguments.push(format!("--min-workers={}", members.min_workers));
         arguments.push(format!("--policy={}", members.policy));
         arguments.push(format!("--coordinator-id=coordinator-{index}"));
         let child = self.spawn(node, &arguments)?;

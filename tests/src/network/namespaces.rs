@@ -1,6 +1,7 @@
 //! Network namespaces: the test's own, which routes, and one for each process of the cluster, joined to it by a pair of
 //! virtual interfaces. A cut is a rule of the router that drops what two of them send each other.
-//! Invariant: this process must have been started by [`apart`]; what is made here ends with it, by the kernel's doing.
+//! Invariant: this process must have been started by [`apart`]; what is made here is removed when it is dropped, or, however
+//! the process ends, by the kernel.
 
 use std::{
     fs,
@@ -54,6 +55,16 @@ pub fn apart() -> Option<Command> {
 /// Address of a process, by its number.
 pub fn address(number: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 77, number as u8 + 1, 2)
+}
+
+impl Drop for Namespaces {
+    fn drop(&mut self) {
+        // The kernel removes interfaces some time after their namespaces, whose names the next ones take.
+        for number in 0..self.0.len() {
+            let _ = ip(&format!("link delete node{number}"));
+        }
+        let _ = ip(&format!("address delete {}/32 dev lo", Ipv4Addr::from(ROUTER)));
+    }
 }
 
 impl Namespaces {

@@ -139,6 +139,8 @@ async fn every_stream_survives_random_faults() {
     let members = Members {
         num_coordinators: NUM_COORDINATORS,
         num_workers: NUM_WORKERS,
+        // Those of one replica: one goes on alone.
+        min_workers: 2,
         policy: "tensor=2,replicas=2",
         worker_arguments: &[],
     };

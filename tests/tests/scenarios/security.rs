@@ -92,7 +92,8 @@ async fn etcd_may_demand_certificates_and_a_password() {
         "--etcd-username=lockstep".to_owned(),
         flag("password-file", &password),
     ];
-    let members = Members { num_coordinators: 1, num_workers: 1, policy: "tensor=1", worker_arguments: &[] };
+    let members =
+        Members { num_coordinators: 1, num_workers: 1, min_workers: 1, policy: "tensor=1", worker_arguments: &[] };
     let cluster = SharedCluster::start_over(etcd, access, members).unwrap();
     let client = cluster.client(0).await.unwrap();
     let request = greedy(Input::Prompt(PROMPTS[0].into()), 4);
