@@ -58,6 +58,8 @@ pub struct ModelState {
     pub has_served: bool,
     /// Attempts that failed in a row; a replica that failed soon counts as one.
     pub failed_attempts: u32,
+    /// The worker that the next plan does without if it can: one of a replica that could not be loaded.
+    pub avoided: Option<String>,
     /// No attempt before this.
     pub retry_at: Option<Instant>,
     /// Set when it is being unloaded.
@@ -83,6 +85,7 @@ impl ModelState {
             last_break: None,
             has_served: false,
             failed_attempts: 0,
+            avoided: None,
             retry_at: None,
             removal: None,
         }
@@ -178,12 +181,21 @@ impl ModelState {
         self.last_break = Some(problem);
     }
 
+    /// Notes that a replica could not be loaded. One of its workers may not reach another, or lack the file, and which one
+    /// is not known: plans do without each of them in turn.
+    pub fn note_unloadable(&mut self, replica: &Replica, problem: &str, now: Instant) {
+        self.note_failure(format!("replica {} cannot be loaded: {problem}", replica.index), now);
+        let turn = self.failed_attempts as usize % replica.members.len().max(1);
+        self.avoided = replica.members.get(turn).map(|member| member.worker_id.clone());
+    }
+
     /// Forgets the problem if every wanted replica serves. Failed attempts count until one has served for a while.
     pub fn note_progress(&mut self) {
         self.has_served |= self.num_ready() > 0;
         if self.staying().filter(|replica| replica.is_ready()).count() >= self.wanted_replicas.unwrap_or(1) {
             self.problem = None;
             self.last_break = None;
+            self.avoided = None;
             self.retry_at = None;
         }
     }

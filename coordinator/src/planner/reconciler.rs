@@ -12,7 +12,7 @@ use std::{
 };
 
 use futures::FutureExt;
-use lockstep_sharding::{Explanation, PlanError};
+use lockstep_sharding::{Explanation, PlanError, Topology};
 use tokio::{
     sync::{mpsc, watch},
     task::JoinSet,
@@ -359,12 +359,16 @@ impl Reconciler {
                         continue;
                     }
                     let (description, policy) = (Arc::clone(description), model.missing_policy());
-                    let options = self.config.plan_options;
+                    let (options, avoided) = (self.config.plan_options, model.avoided.clone());
                     self.attempt(name.clone(), async move {
-                        let planned = tokio::task::spawn_blocking(move || {
+                        let plan = move |topology: Topology| {
                             let plan = lockstep_sharding::plan(&description.shape, &topology, &policy, &options)?;
                             let explanation = Explanation::new(&plan, &topology);
                             Ok(Box::new(Planned { plan, topology, explanation }))
+                        };
+                        let planned = tokio::task::spawn_blocking(move || {
+                            let planned = avoided.and_then(|id| plan(topology::without(&topology, &id)).ok());
+                            planned.map_or_else(|| plan(topology), Ok)
                         });
                         match planned.await {
                             Ok(outcome) => Event::Planned { model: name, outcome },
@@ -452,7 +456,7 @@ impl Reconciler {
                 }
                 Err(problem) => {
                     if replica.advance(ReplicaState::broken(BreakCause::NotLoaded, problem.clone())) {
-                        model.note_failure(format!("replica {} cannot be loaded: {problem}", replica.index), now);
+                        model.note_unloadable(&replica, &problem, now);
                     }
                 }
             }),

@@ -95,6 +95,12 @@ impl HostMemory {
     }
 }
 
+/// The same without the devices of a worker.
+pub fn without(topology: &Topology, worker_id: &str) -> Topology {
+    let devices = topology.devices.iter().filter(|device| device.worker_id != worker_id).cloned().collect();
+    Topology { devices, ..topology.clone() }
+}
+
 /// Gives devices of one kind on one host the best rates that any of them measured. Workers of a host measure while the
 /// others start, so their differences are noise; a plan that followed it would give one of two equal devices most heads.
 fn equalize(devices: &mut [DeviceSpec]) {

@@ -200,6 +200,20 @@ async fn a_request_that_breaks_its_replicas_ends() {
 }
 
 #[tokio::test]
+async fn a_worker_that_cannot_load_is_done_without() {
+    let coordinator = Coordinator::start(config("tensor=2", 3)).await;
+    let mut workers = Vec::new();
+    for index in 0..3 {
+        let worker = StubWorker::start(&format!("w{index}"), coordinator.grpc).await;
+        *worker.state.refuses_loads.lock().unwrap() = index == 0;
+        workers.push(worker);
+    }
+    coordinator.wait_ready(true).await;
+    let held = |worker: &StubWorker| worker.state.held.lock().unwrap().len();
+    assert_eq!(workers.iter().map(held).collect::<Vec<_>>(), [0, 1, 1]);
+}
+
+#[tokio::test]
 async fn the_deadline_bounds_the_wait() {
     let (coordinator, mut workers) = replicas(1, policy(1)).await;
     halt_all(&workers, 3);
