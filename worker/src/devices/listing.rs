@@ -31,12 +31,12 @@ pub struct ListedDevice {
 /// # Errors
 /// [`KernelError::Device`] if the processor's threads cannot be started.
 pub fn list() -> Result<Vec<ListedDevice>, KernelError> {
-    let mut devices = vec![processor()?];
+    let devices = std::iter::once(processor()?);
     #[cfg(feature = "cuda")]
-    devices.extend(cuda_devices());
+    let devices = devices.chain(cuda_devices());
     #[cfg(feature = "webgpu")]
-    devices.extend(super::webgpu::list().into_iter().map(adapter));
-    Ok(devices)
+    let devices = devices.chain(super::webgpu::list().into_iter().map(adapter));
+    Ok(devices.collect())
 }
 
 fn processor() -> Result<ListedDevice, KernelError> {
