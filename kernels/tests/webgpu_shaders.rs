@@ -2,7 +2,7 @@
 #![cfg(feature = "webgpu")]
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs, reason = "a failure is what a test reports")]
 
-use lockstep_kernels::webgpu::variants;
+use lockstep_kernels::webgpu::{source::bindings, variants};
 use naga::{
     AddressSpace,
     back::msl,
@@ -40,7 +40,7 @@ fn every_variant_translates_to_metal_within_its_limits() {
                 workgroup.map(|(_, variable)| module.types[variable.ty].inner.size(module.to_ctx())).sum();
             assert!(workgroup_bytes <= MAX_WORKGROUP_BYTES, "{name}: {workgroup_bytes} bytes of workgroup memory");
             // Beside the bindings come the parameters and the sizes of the bound buffers.
-            let num_buffers = source.bindings.len() + 2;
+            let num_buffers = bindings(&text).len() + 2;
             assert!(num_buffers <= MAX_BUFFERS, "{name}: {num_buffers} buffers");
             let options = msl::Options { lang_version: (2, 4), fake_missing_bindings: true, ..msl::Options::default() };
             let pipeline = msl::PipelineOptions::default();

@@ -7,10 +7,10 @@
 // `attention_combine.wgsl` joins.
 //
 // Options: those of the cache; PARTED (the cache of a layer is in four buffers); THREADS (at least a quarter of the head), GROUP, TOKENS (of an item, at most), GROUPS (groups
-// of four elements of a head).
+// of four elements of a head), BLOCK_SIZE, QUANTIZE (the output as 8-bit blocks as well; heads are then whole blocks).
 
 struct Params {
-    num_heads: u32, num_key_value_heads: u32, head_dim: u32, group_size: u32, group_offset: u32, block_size: u32, scale: f32,
+    num_heads: u32, num_key_value_heads: u32, head_dim: u32, group_size: u32, group_offset: u32, scale: f32,
     chunks: u32, part_blocks: u32,
 }
 var<immediate> params: Params;
@@ -34,15 +34,23 @@ alias Stored = vec2<u32>;
 @group(0) @binding(4) var<storage, read> values: array<Stored>;
 @group(0) @binding(5) var<storage, read_write> output: array<f32>;
 @group(0) @binding(6) var<storage, read_write> partial: array<vec4<f32>>;
+#if QUANTIZE
+@group(0) @binding(7) var<storage, read_write> quants: array<u32>;
+@group(0) @binding(8) var<storage, read_write> quant_scales: array<vec2<u32>>;
+#endif
 #if PARTED
-@group(0) @binding(7) var<storage, read> keys_1: array<Stored>;
-@group(0) @binding(8) var<storage, read> values_1: array<Stored>;
-@group(0) @binding(9) var<storage, read> keys_2: array<Stored>;
-@group(0) @binding(10) var<storage, read> values_2: array<Stored>;
-@group(0) @binding(11) var<storage, read> keys_3: array<Stored>;
-@group(0) @binding(12) var<storage, read> values_3: array<Stored>;
+@group(0) @binding(9) var<storage, read> keys_1: array<Stored>;
+@group(0) @binding(10) var<storage, read> values_1: array<Stored>;
+@group(0) @binding(11) var<storage, read> keys_2: array<Stored>;
+@group(0) @binding(12) var<storage, read> values_2: array<Stored>;
+@group(0) @binding(13) var<storage, read> keys_3: array<Stored>;
+@group(0) @binding(14) var<storage, read> values_3: array<Stored>;
 #endif
 #include kv_cache
+#if QUANTIZE
+#include activations
+#include quantize
+#endif
 
 const ROWS = GROUP * TOKENS;
 const NONE = 0xffffffffu;
@@ -58,6 +66,8 @@ var<workgroup> maxima: array<f32, ROWS * THREADS / 4u>;
 var<workgroup> maxima: array<f32, ROWS * THREADS>;
 #endif
 var<workgroup> sums: array<vec4<f32>, THREADS>;
+// Where the keys of the tile begin.
+var<workgroup> places: array<vec2<u32>, THREADS>;
 
 fn widen(group: Stored) -> vec4<f32> {
 #if WIDE
@@ -70,13 +80,13 @@ fn widen(group: Stored) -> vec4<f32> {
 
 // Where the elements of a key begin, in groups, and in which part of the cache.
 fn key_at(item: Item, head: u32, key: u32) -> vec2<u32> {
-    var block = tables[item.table + key / params.block_size];
+    var block = tables[item.table + key / BLOCK_SIZE];
     var part = 0u;
 #if PARTED
     part = block / params.part_blocks;
     block %= params.part_blocks;
 #endif
-    let row = (block * params.num_key_value_heads + head) * params.block_size + key % params.block_size;
+    let row = (block * params.num_key_value_heads + head) * BLOCK_SIZE + key % BLOCK_SIZE;
     return vec2<u32>(row * GROUPS, part);
 }
 
@@ -153,6 +163,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         for (var row = 0u; row < ROWS; row++) { scores[row] = 0.0; }
         if (key < item.end_key) {
             let at = key_at(item, key_value_head, key);
+            places[thread] = at;
             for (var i = 0u; i < GROUPS; i++) {
                 let elements = load_key(at.x + i, at.y);
                 for (var row = 0u; row < ROWS; row++) { scores[row] += dot(elements, queries[row * GROUPS + i]); }
@@ -198,7 +209,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         if (share < SHARES) {
             let num_keys = min(THREADS, item.end_key - tile);
             for (var i = share; i < num_keys; i += SHARES) {
-                let at = key_at(item, key_value_head, tile + i);
+                let at = places[i];
                 let elements = load_value(at.x + element_group, at.y);
                 for (var row = 0u; row < ROWS; row++) {
                     let weight = weights[row * THREADS + i];
@@ -210,26 +221,45 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         workgroupBarrier();
     }
 
+    // The weights of all keys.
+#if SUBGROUPS
     for (var row = 0u; row < ROWS; row++) {
-        // The weights of all keys.
-        weights[thread] = totals[row];
+        let sum = subgroupAdd(totals[row]);
+        if (lane == 0u) { maxima[subgroup * ROWS + row] = sum; }
+    }
+    workgroupBarrier();
+    let num_totals = num_subgroups;
+#else
+    for (var row = 0u; row < ROWS; row++) { maxima[thread * ROWS + row] = totals[row]; }
+    workgroupBarrier();
+    for (var distance = THREADS / 2u; distance > 0u; distance /= 2u) {
+        if (thread < distance) {
+            for (var row = 0u; row < ROWS; row++) {
+                maxima[thread * ROWS + row] += maxima[(thread + distance) * ROWS + row];
+            }
+        }
+        workgroupBarrier();
+    }
+    let num_totals = 1u;
+#endif
+    for (var row = 0u; row < ROWS; row++) {
         sums[thread] = weighted[row];
         workgroupBarrier();
-        for (var distance = THREADS / 2u; distance > 0u; distance /= 2u) {
-            if (thread < distance) { weights[thread] += weights[thread + distance]; }
-            workgroupBarrier();
-        }
-        let total = weights[0];
+        var total = 0.0;
+        for (var i = 0u; i < num_totals; i++) { total += maxima[i * ROWS + row]; }
         let token = row / GROUP;
         let head = row % GROUP;
-        if (thread < GROUPS && token < item.num_tokens && head < num_heads) {
+        let is_there = thread < GROUPS && token < item.num_tokens && head < num_heads;
+        var result = vec4<f32>(0.0);
+        if (is_there) {
             var sum = sums[thread];
             for (var i = 1u; i < SHARES; i++) { sum += sums[i * GROUPS + thread]; }
             if (item.slot == NONE) {
+                result = sum / total;
                 let start = ((item.row + token) * params.num_heads + first_head + head) * params.head_dim;
                 for (var j = 0u; j < 4u; j++) {
                     let element = 4u * thread + j;
-                    if (element < params.head_dim) { output[start + element] = sum[j] / total; }
+                    if (element < params.head_dim) { output[start + element] = result[j]; }
                 }
             } else {
                 let at = ((item.slot + token) * params.num_heads + first_head + head) * (GROUPS + 1u);
@@ -237,6 +267,14 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
                 if (thread == 0u) { partial[at + GROUPS] = vec4<f32>(largest[row], total, 0.0, 0.0); }
             }
         }
+#if QUANTIZE
+        let quantized = quantize_group(thread, result);
+        if (is_there && item.slot == NONE) {
+            let at = ((item.row + token) * params.num_heads + first_head + head) * GROUPS + thread;
+            quants[at] = quantized.word;
+            if (at % 8u == 0u) { quant_scales[at / 8u] = vec2<u32>(quantized.scale, quantized.sums); }
+        }
+#endif
         workgroupBarrier();
     }
 }

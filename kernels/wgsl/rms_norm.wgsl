@@ -5,13 +5,21 @@
 struct Params { width: u32, epsilon: f32 }
 var<immediate> params: Params;
 
-@group(0) @binding(0) var<storage, read> input: array<f32>;
-@group(0) @binding(1) var<storage, read> weight: array<f32>;
-@group(0) @binding(2) var<storage, read_write> output: array<f32>;
 #if QUANTIZE
-@group(0) @binding(3) var<storage, read_write> quants: array<vec4<u32>>;
+alias Element = vec4<f32>;
+#else
+alias Element = f32;
+#endif
+@group(0) @binding(0) var<storage, read> input: array<Element>;
+@group(0) @binding(1) var<storage, read> weight: array<Element>;
+@group(0) @binding(2) var<storage, read_write> output: array<Element>;
+#if QUANTIZE
+@group(0) @binding(3) var<storage, read_write> quants: array<u32>;
 @group(0) @binding(4) var<storage, read_write> scales: array<vec2<u32>>;
+#endif
+#if QUANTIZE
 #include activations
+#include quantize
 #endif
 #include reduce
 
@@ -29,35 +37,37 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     place.num_subgroups = num_subgroups;
     place.lane = lane;
 #endif
+#if QUANTIZE
+    let width = params.width / 4u;
+#else
     let width = params.width;
+#endif
     let start = group.x * width;
     var sum = 0.0;
     for (var column = thread; column < width; column += THREADS) {
         let value = input[start + column];
-        sum += value * value;
-    }
-    let mean = workgroup_sum(place, sum) / f32(width);
-    let factor = 1.0 / sqrt(mean + params.epsilon);
 #if QUANTIZE
-    for (var block = thread; block < width / 32u; block += THREADS) {
-        var values: array<vec4<f32>, 8>;
-        for (var i = 0u; i < 8u; i++) {
-            for (var j = 0u; j < 4u; j++) {
-                let column = block * 32u + 4u * i + j;
-                let value = input[start + column] * factor * weight[column];
-                values[i][j] = value;
-                output[start + column] = value;
-            }
-        }
-        let quantized = quantize_block(values);
-        let at = start / 32u + block;
-        quants[2u * at] = vec4<u32>(quantized.words[0], quantized.words[1], quantized.words[2], quantized.words[3]);
-        quants[2u * at + 1u] = vec4<u32>(quantized.words[4], quantized.words[5], quantized.words[6], quantized.words[7]);
-        scales[at] = vec2<u32>(bitcast<u32>(quantized.scale), pack_sums(quantized.sums));
-    }
+        sum += dot(value, value);
 #else
-    for (var column = thread; column < width; column += THREADS) {
-        output[start + column] = input[start + column] * factor * weight[column];
-    }
+        sum += value * value;
 #endif
+    }
+    let mean = workgroup_sum(place, sum) / f32(params.width);
+    let factor = 1.0 / sqrt(mean + params.epsilon);
+    for (var first = 0u; first < width; first += THREADS) {
+        let column = first + thread;
+        var value = Element();
+        if (column < width) {
+            value = input[start + column] * factor * weight[column];
+            output[start + column] = value;
+        }
+#if QUANTIZE
+        let quantized = quantize_group(thread, value);
+        if (column < width) {
+            let at = start + column;
+            quants[at] = quantized.word;
+            if (at % 8u == 0u) { scales[at / 8u] = vec2<u32>(quantized.scale, quantized.sums); }
+        }
+#endif
+    }
 }

@@ -8,26 +8,20 @@ use super::{
     commands::{Binding, Commands},
     kv_cache::{self, WebGpuKvCache},
     source::{Options, Source},
+    tensor::WebGpuTensor,
 };
-use crate::{KernelError, ops::Attention};
+use crate::{KernelError, ops::Attention, quant::ACTIVATION_BLOCK};
 
 /// The ranges of keys.
-pub static ATTENTION: Source =
-    Source { name: "attention.wgsl", text: include_str!("../../wgsl/attention.wgsl"), bindings: "rrrrrww" };
-/// The ranges of keys of a cache in parts.
-pub static ATTENTION_PARTED: Source = Source {
-    name: "attention.wgsl (parted)",
-    text: include_str!("../../wgsl/attention.wgsl"),
-    bindings: "rrrrrwwrrrrrr",
-};
+pub static ATTENTION: Source = Source { name: "attention.wgsl", text: include_str!("../../wgsl/attention.wgsl") };
 /// Their sums.
 pub static COMBINE: Source =
-    Source { name: "attention_combine.wgsl", text: include_str!("../../wgsl/attention_combine.wgsl"), bindings: "rrw" };
+    Source { name: "attention_combine.wgsl", text: include_str!("../../wgsl/attention_combine.wgsl") };
 
 /// Threads of a workgroup, and keys of a tile: a quarter of the largest head.
 const THREADS: u32 = 128;
 /// Keys of a range.
-const RANGE_KEYS: usize = 256;
+const RANGE_KEYS: usize = 128;
 /// Tokens of a prompt that share an item.
 const PREFILL_TOKENS: usize = 4;
 /// No partial sums.
@@ -59,15 +53,25 @@ pub(super) struct StagedItems {
     num_slots: usize,
 }
 
+/// What decides the variant of `attention.wgsl` beside the cache.
+#[derive(Clone, Copy, Debug)]
+pub struct Variant {
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Tokens of a KV block.
+    pub block_size: usize,
+    /// Query heads of a group.
+    pub group_size: usize,
+    /// Whether items have several tokens.
+    pub is_prefill: bool,
+    /// Whether the output is made as 8-bit blocks, too.
+    pub make_blocks: bool,
+}
+
 /// Options of `attention.wgsl`.
-pub fn attention_options(
-    dtype: Dtype,
-    is_parted: bool,
-    head_dim: usize,
-    group_size: usize,
-    is_prefill: bool,
-) -> Options {
+pub fn attention_options(dtype: Dtype, is_parted: bool, variant: Variant) -> Options {
     let mut options = kv_cache::options(dtype, is_parted).to_vec();
+    let Variant { head_dim, block_size, group_size, is_prefill, make_blocks } = variant;
     let tokens = if is_prefill { PREFILL_TOKENS } else { 1 };
     options.extend([
         ("WIDE", u32::from(dtype == Dtype::F32)),
@@ -75,13 +79,15 @@ pub fn attention_options(
         ("GROUP", query_heads(head_dim, group_size, is_prefill) as u32),
         ("TOKENS", tokens as u32),
         ("GROUPS", head_dim.div_ceil(4) as u32),
+        ("BLOCK_SIZE", block_size as u32),
+        ("QUANTIZE", u32::from(make_blocks)),
     ]);
     options
 }
 
 /// Options of `attention_combine.wgsl` for heads of so many groups of four elements.
-pub fn combine_options(head_groups: usize) -> Options {
-    vec![("THREADS", THREADS), ("GROUPS", head_groups as u32)]
+pub fn combine_options(head_groups: usize, make_blocks: bool) -> Options {
+    vec![("THREADS", THREADS), ("GROUPS", head_groups as u32), ("QUANTIZE", u32::from(make_blocks))]
 }
 
 /// Query heads that share a workgroup.
@@ -154,27 +160,32 @@ pub(super) fn push(
     staged: &StagedItems,
     cache: &WebGpuKvCache,
     qkv: Binding,
-    output: Binding,
+    output: &mut WebGpuTensor,
     partial: Binding,
 ) -> Result<(), KernelError> {
+    let values = output.overwrite();
+    let blocks =
+        if call.head_dim.is_multiple_of(ACTIVATION_BLOCK) { output.overwrite_blocks(call.num_tokens()) } else { None };
+    let make_blocks = blocks.is_some();
+    let blocks: Vec<Binding> = blocks.into_iter().flat_map(|blocks| [blocks.quants, blocks.scales]).collect();
     for (items, is_prefill) in staged.items.iter().zip([false, true]) {
         let Some((items, num_items)) = items else { continue };
-        let is_parted = cache.is_parted();
-        let options = attention_options(cache.dtype(), is_parted, call.head_dim, call.group_size, is_prefill);
-        let source = if is_parted { &ATTENTION_PARTED } else { &ATTENTION };
-        let pipeline = commands.gpu().pipeline(source, &options)?;
+        let Attention { head_dim, group_size, .. } = *call;
+        let variant = Variant { head_dim, block_size: cache.spec().block_size, group_size, is_prefill, make_blocks };
+        let options = attention_options(cache.dtype(), cache.is_parted(), variant);
+        let pipeline = commands.gpu().pipeline(&ATTENTION, &options)?;
+        let mut cached = cache.layer(call.layer);
         let mut bindings = vec![qkv.clone(), items.clone(), staged.tables.clone()];
-        bindings.extend(cache.layer(call.layer));
-        // Behind the first part.
-        bindings.splice(5..5, [output.clone(), partial.clone()]);
-        let chunks = call.group_size.div_ceil(query_heads(call.head_dim, call.group_size, is_prefill));
+        bindings.extend(cached.by_ref().take(2));
+        bindings.extend([values.clone(), partial.clone()]);
+        bindings.extend(blocks.iter().cloned().chain(cached));
+        let chunks = group_size.div_ceil(query_heads(head_dim, group_size, is_prefill));
         let parameters = [
             call.num_heads as u32,
             call.num_key_value_heads as u32,
-            call.head_dim as u32,
-            call.group_size as u32,
+            head_dim as u32,
+            group_size as u32,
             call.group_offset as u32,
-            cache.spec().block_size as u32,
             call.scale.to_bits(),
             chunks as u32,
             cache.part_blocks() as u32,
@@ -183,9 +194,8 @@ pub(super) fn push(
         commands.dispatch(&pipeline, bindings, &parameters, grid)?;
     }
     if let Some((tokens, num_tokens)) = &staged.combined {
-        let options = combine_options(call.head_dim.div_ceil(4));
-        let pipeline = commands.gpu().pipeline(&COMBINE, &options)?;
-        let bindings = vec![tokens.clone(), partial, output];
+        let pipeline = commands.gpu().pipeline(&COMBINE, &combine_options(call.head_dim.div_ceil(4), make_blocks))?;
+        let bindings = [tokens.clone(), partial, values].into_iter().chain(blocks).collect();
         let parameters = [call.num_heads as u32, call.head_dim as u32];
         commands.dispatch(&pipeline, bindings, &parameters, [*num_tokens, call.num_heads, 1])?;
     }

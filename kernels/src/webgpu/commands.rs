@@ -8,9 +8,10 @@ use std::{
     sync::{Arc, mpsc},
 };
 
+use ahash::RandomState;
 use wgpu::{
     BindGroup, BindGroupDescriptor, BindGroupEntry, Buffer, BufferBinding, BufferDescriptor, BufferUsages,
-    CommandEncoderDescriptor, ComputePassDescriptor, MapMode,
+    CommandBuffer, CommandEncoderDescriptor, ComputePassDescriptor, ComputePipeline, MapMode,
 };
 
 use super::gpu::{Gpu, PARAMETER_BYTES, Pipeline};
@@ -20,6 +21,8 @@ use crate::KernelError;
 const INPUT_BYTES: usize = 1 << 20;
 /// Inputs begin at multiples of it, as bindings must.
 const ALIGNMENT: usize = 256;
+/// Dispatches below which a list is encoded when it is submitted.
+const LEAST_PREPARED: usize = 16;
 /// Bind groups that are kept.
 const MAX_BIND_GROUPS: usize = 1 << 14;
 
@@ -41,11 +44,27 @@ impl Binding {
     }
 }
 
+#[derive(PartialEq)]
 struct Dispatch {
     pipeline: Pipeline,
     bind_group: BindGroup,
     parameters: [u32; PARAMETER_BYTES as usize / 4],
     grid: [u32; 3],
+}
+
+/// A list of dispatches that came twice, encoded once more while the GPU executes it: most decode steps are such lists,
+/// which differ in their inputs alone.
+struct Prepared {
+    dispatches: Vec<Dispatch>,
+    copy: Option<Copy>,
+    commands: CommandBuffer,
+}
+
+/// What is read back after the dispatches.
+#[derive(Clone, PartialEq)]
+struct Copy {
+    source: Binding,
+    target: Buffer,
 }
 
 /// Inputs in one buffer.
@@ -70,7 +89,10 @@ impl Inputs {
 pub struct Commands {
     gpu: Arc<Gpu>,
     waiting: Vec<Dispatch>,
-    bind_groups: HashMap<(wgpu::ComputePipeline, Vec<Binding>), BindGroup>,
+    /// What was submitted last.
+    last: Vec<Dispatch>,
+    prepared: Option<Prepared>,
+    bind_groups: HashMap<(ComputePipeline, Vec<Binding>), BindGroup, RandomState>,
     /// Inputs of the open step, or since the last submission; the last one takes more.
     inputs: Vec<Inputs>,
     is_step_open: bool,
@@ -93,7 +115,9 @@ impl Commands {
             is_rehearsal: false,
             gpu: Arc::clone(gpu),
             waiting: Vec::new(),
-            bind_groups: HashMap::new(),
+            last: Vec::new(),
+            prepared: None,
+            bind_groups: HashMap::default(),
             read_back: None,
             num_submissions: 0,
             num_dispatches: 0,
@@ -207,10 +231,10 @@ impl Commands {
             return known.clone();
         }
         let mut entries = Vec::with_capacity(key.1.len());
-        for (index, binding) in (0..).zip(&key.1) {
+        for (number, binding) in pipeline.bindings.iter().zip(&key.1) {
             let size = std::num::NonZeroU64::new(binding.num_bytes);
             let buffer = BufferBinding { buffer: &binding.buffer, offset: binding.offset, size };
-            entries.push(BindGroupEntry { binding: index, resource: wgpu::BindingResource::Buffer(buffer) });
+            entries.push(BindGroupEntry { binding: *number, resource: wgpu::BindingResource::Buffer(buffer) });
         }
         let bind_group = self.gpu.device.create_bind_group(&BindGroupDescriptor {
             label: Some(pipeline.name),
@@ -232,7 +256,7 @@ impl Commands {
         self.submit_and_copy(None)
     }
 
-    fn submit_and_copy(&mut self, copy: Option<(&Binding, &Buffer)>) -> Result<(), KernelError> {
+    fn submit_and_copy(&mut self, copy: Option<Copy>) -> Result<(), KernelError> {
         if self.is_rehearsal {
             self.waiting.clear();
         }
@@ -245,27 +269,52 @@ impl Commands {
                 *num_sent = staged.len();
             }
         }
+        let dispatches = std::mem::take(&mut self.waiting);
+        self.num_dispatches += dispatches.len() as u64;
+        self.num_submissions += 1;
+        if dispatches.len() < LEAST_PREPARED {
+            self.gpu.queue.submit([self.encode(&dispatches, copy.as_ref())]);
+        } else {
+            self.submit_long(dispatches, copy);
+        }
+        if !self.is_step_open {
+            self.forget_inputs();
+        }
+        self.gpu.check()
+    }
+
+    /// Submits what was prepared if that is the list, and prepares it again if it came twice.
+    fn submit_long(&mut self, dispatches: Vec<Dispatch>, copy: Option<Copy>) {
+        let prepared = self.prepared.take().filter(|known| known.dispatches == dispatches && known.copy == copy);
+        let comes_again = prepared.is_some() || self.last == dispatches;
+        let commands = match prepared {
+            Some(prepared) => prepared.commands,
+            None => self.encode(&dispatches, copy.as_ref()),
+        };
+        self.gpu.queue.submit([commands]);
+        if comes_again {
+            let commands = self.encode(&dispatches, copy.as_ref());
+            self.prepared = Some(Prepared { dispatches, copy, commands });
+        } else {
+            self.last = dispatches;
+        }
+    }
+
+    fn encode(&self, dispatches: &[Dispatch], copy: Option<&Copy>) -> CommandBuffer {
         let mut encoder = self.gpu.device.create_command_encoder(&CommandEncoderDescriptor { label: Some("step") });
-        if !self.waiting.is_empty() {
+        if !dispatches.is_empty() {
             let mut pass = encoder.begin_compute_pass(&ComputePassDescriptor { label: None, timestamp_writes: None });
-            for dispatch in &self.waiting {
+            for dispatch in dispatches {
                 pass.set_pipeline(&dispatch.pipeline.pipeline);
                 pass.set_bind_group(0, &dispatch.bind_group, &[]);
                 pass.set_immediates(0, bytemuck::cast_slice(&dispatch.parameters));
                 pass.dispatch_workgroups(dispatch.grid[0], dispatch.grid[1], dispatch.grid[2]);
             }
         }
-        if let Some((from, to)) = copy {
-            encoder.copy_buffer_to_buffer(&from.buffer, from.offset, to, 0, from.num_bytes);
+        if let Some(Copy { source, target }) = copy {
+            encoder.copy_buffer_to_buffer(&source.buffer, source.offset, target, 0, source.num_bytes);
         }
-        self.num_dispatches += self.waiting.len() as u64;
-        self.num_submissions += 1;
-        self.waiting.clear();
-        self.gpu.queue.submit([encoder.finish()]);
-        if !self.is_step_open {
-            self.forget_inputs();
-        }
-        self.gpu.check()
+        encoder.finish()
     }
 
     /// Writes to the start of a buffer, after what waits.
@@ -296,7 +345,7 @@ impl Commands {
                 mapped_at_creation: false,
             }),
         };
-        self.submit_and_copy(Some((part, &target)))?;
+        self.submit_and_copy(Some(Copy { source: part.clone(), target: target.clone() }))?;
         let slice = target.slice(..part.num_bytes);
         let (sender, receiver) = mpsc::channel();
         slice.map_async(MapMode::Read, move |mapped| drop(sender.send(mapped)));

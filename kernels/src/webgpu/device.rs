@@ -36,6 +36,8 @@ pub struct WebGpuDevice {
     products: WebGpuTensor,
     /// Partial sums of attention.
     partial: Binding,
+    /// What the sampler leaves to be read.
+    candidates: Binding,
 }
 
 /// What the layers of a step share, by what identifies it: addresses of what the calls borrow, which stays unchanged
@@ -64,6 +66,7 @@ impl WebGpuDevice {
         Ok(Self {
             products: WebGpuTensor::zeroed(&gpu, 0, 0)?,
             partial: Binding::whole(&gpu.buffer("partial sums", 0)?),
+            candidates: Binding::whole(&gpu.buffer("candidates", 0)?),
             commands: Commands::new(&gpu)?,
             staged: Staged::default(),
         })
@@ -295,7 +298,7 @@ impl Device for WebGpuDevice {
             self.partial = Binding::whole(&buffer);
         }
         let partial = self.partial.clone();
-        attention::push(&mut self.commands, call, &staged, cache, qkv.values(), output.overwrite(), partial)
+        attention::push(&mut self.commands, call, &staged, cache, qkv.values(), output, partial)
     }
 
     fn gather_rows(
@@ -320,7 +323,7 @@ impl Device for WebGpuDevice {
         first_token: u32,
         logits: &mut WebGpuTensor,
     ) -> Result<Vec<Candidates>, KernelError> {
-        sample::sample(&mut self.commands, rows, first_token, logits)
+        sample::sample(&mut self.commands, rows, first_token, logits, &mut self.candidates)
     }
 
     fn with_host<T, E: From<KernelError>>(

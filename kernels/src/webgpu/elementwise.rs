@@ -7,22 +7,16 @@ use super::{
     source::Source,
     tensor::{Blocks, WebGpuTensor},
 };
-use crate::{KernelError, quant::ACTIVATION_BLOCK};
+use crate::KernelError;
 
-pub static RMS_NORM: Source =
-    Source { name: "rms_norm.wgsl", text: include_str!("../../wgsl/rms_norm.wgsl"), bindings: "rrw" };
-pub static RMS_NORM_BLOCKS: Source =
-    Source { name: "rms_norm.wgsl (blocks)", text: include_str!("../../wgsl/rms_norm.wgsl"), bindings: "rrwww" };
-pub static QUANTIZE: Source =
-    Source { name: "quantize.wgsl", text: include_str!("../../wgsl/quantize.wgsl"), bindings: "rww" };
-pub static SWIGLU: Source =
-    Source { name: "swiglu.wgsl", text: include_str!("../../wgsl/swiglu.wgsl"), bindings: "rw" };
-pub static ADD: Source = Source { name: "add.wgsl", text: include_str!("../../wgsl/add.wgsl"), bindings: "rw" };
-pub static GATHER_ROWS: Source =
-    Source { name: "gather_rows.wgsl", text: include_str!("../../wgsl/gather_rows.wgsl"), bindings: "rrw" };
+pub static RMS_NORM: Source = Source { name: "rms_norm.wgsl", text: include_str!("../../wgsl/rms_norm.wgsl") };
+pub static QUANTIZE: Source = Source { name: "quantize.wgsl", text: include_str!("../../wgsl/quantize.wgsl") };
+pub static SWIGLU: Source = Source { name: "swiglu.wgsl", text: include_str!("../../wgsl/swiglu.wgsl") };
+pub static ADD: Source = Source { name: "add.wgsl", text: include_str!("../../wgsl/add.wgsl") };
+pub static GATHER_ROWS: Source = Source { name: "gather_rows.wgsl", text: include_str!("../../wgsl/gather_rows.wgsl") };
 
 /// Threads of a workgroup where one thread makes one value or block.
-pub const THREADS: u32 = 64;
+pub const THREADS: u32 = 128;
 /// Threads that share a row of a norm.
 pub const NORM_THREADS: u32 = 256;
 /// Most workgroups in a row of a grid.
@@ -42,10 +36,10 @@ fn grid(num_threads: usize) -> [usize; 3] {
 pub fn blocks(commands: &mut Commands, num_tokens: usize, input: &WebGpuTensor) -> Result<Blocks, KernelError> {
     let (blocks, is_missing) = input.request_blocks(commands.gpu(), num_tokens)?;
     if is_missing {
-        let num_blocks = num_tokens * input.width() / ACTIVATION_BLOCK;
+        let num_groups = num_tokens * input.width() / 4;
         let pipeline = commands.gpu().pipeline(&QUANTIZE, &[("THREADS", THREADS)])?;
         let bindings = vec![input.values(), blocks.quants.clone(), blocks.scales.clone()];
-        commands.dispatch(&pipeline, bindings, &[num_blocks as u32], grid(num_blocks))?;
+        commands.dispatch(&pipeline, bindings, &[num_groups as u32], grid(num_groups))?;
     }
     Ok(blocks)
 }
@@ -61,10 +55,9 @@ pub fn rms_norm(
     let values = output.overwrite();
     let mut bindings = vec![input.values(), weight.values(), values];
     let blocks = output.overwrite_blocks(num_tokens);
-    let source = if blocks.is_some() { &RMS_NORM_BLOCKS } else { &RMS_NORM };
     let options = [("THREADS", NORM_THREADS), ("QUANTIZE", u32::from(blocks.is_some()))];
     bindings.extend(blocks.into_iter().flat_map(|blocks| [blocks.quants, blocks.scales]));
-    let pipeline = commands.gpu().pipeline(source, &options)?;
+    let pipeline = commands.gpu().pipeline(&RMS_NORM, &options)?;
     commands.dispatch(&pipeline, bindings, &[input.width() as u32, epsilon.to_bits()], [num_tokens, 1, 1])
 }
 

@@ -8,6 +8,7 @@ use std::{
     time::Duration,
 };
 
+use ahash::RandomState;
 use wgpu::{
     Adapter, BindGroupLayout, BindGroupLayoutDescriptor, BindGroupLayoutEntry, BindingType, Buffer, BufferBindingType,
     BufferDescriptor, BufferUsages, ComputePipeline, ComputePipelineDescriptor, Device, DeviceDescriptor, Features,
@@ -18,7 +19,7 @@ use wgpu::{
 use super::{
     adapter,
     matmul::Shape,
-    source::{Options, Source},
+    source::{self, Options, Source},
 };
 use crate::{KernelError, adapter_id::AdapterId};
 
@@ -60,15 +61,17 @@ pub struct Gpu {
     features: Features,
     has_cooperative_matrices: bool,
     matvec_shape: Mutex<Option<Shape>>,
-    pipelines: Mutex<HashMap<(&'static str, Options), Pipeline>>,
+    pipelines: Mutex<HashMap<(&'static str, Options), Pipeline, RandomState>>,
     failure: Arc<Mutex<Option<String>>>,
 }
 
 /// A compiled variant.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Pipeline {
     pub(super) pipeline: ComputePipeline,
     pub(super) layout: BindGroupLayout,
+    /// Numbers of its bindings, in order.
+    pub(super) bindings: Arc<[u32]>,
     pub(super) name: &'static str,
 }
 
@@ -253,11 +256,12 @@ impl Gpu {
             return Ok(known.clone());
         }
         let text = source.variant(&key.1).map_err(|what| self.error(format!("{} {what}", source.name)))?;
+        let bindings = source::bindings(&text);
+        let layout = self.layout(source.name, &bindings);
         let descriptor = ShaderModuleDescriptor { label: Some(source.name), source: ShaderSource::Wgsl(text.into()) };
         // SAFETY: the shader is this crate's own: each operation checks before a dispatch that its parameters keep every
         // access inside the bound ranges, and its loops end.
         let module = unsafe { self.device.create_shader_module_trusted(descriptor, ShaderRuntimeChecks::unchecked()) };
-        let layout = self.layout(source);
         let pipeline_layout = self.device.create_pipeline_layout(&PipelineLayoutDescriptor {
             label: Some(source.name),
             bind_group_layouts: &[Some(&layout)],
@@ -272,25 +276,25 @@ impl Gpu {
             cache: None,
         });
         self.check()?;
-        let pipeline = Pipeline { pipeline, layout, name: source.name };
+        let bindings = bindings.into_iter().map(|(number, _)| number).collect();
+        let pipeline = Pipeline { pipeline, layout, bindings, name: source.name };
         lock(&self.pipelines).insert(key, pipeline.clone());
         Ok(pipeline)
     }
 
-    fn layout(&self, source: &Source) -> BindGroupLayout {
-        let entry = |(binding, access): (u32, char)| BindGroupLayoutEntry {
+    fn layout(&self, name: &str, bindings: &[(u32, bool)]) -> BindGroupLayout {
+        let entry = |&(binding, read_only): &(u32, bool)| BindGroupLayoutEntry {
             binding,
             visibility: ShaderStages::COMPUTE,
             ty: BindingType::Buffer {
-                ty: BufferBindingType::Storage { read_only: access == 'r' },
+                ty: BufferBindingType::Storage { read_only },
                 has_dynamic_offset: false,
                 min_binding_size: None,
             },
             count: None,
         };
-        let entries: Vec<_> = (0..).zip(source.bindings.chars()).map(entry).collect();
-        let label = Some(source.name);
-        self.device.create_bind_group_layout(&BindGroupLayoutDescriptor { label, entries: &entries })
+        let entries: Vec<_> = bindings.iter().map(entry).collect();
+        self.device.create_bind_group_layout(&BindGroupLayoutDescriptor { label: Some(name), entries: &entries })
     }
 }
 

@@ -14,14 +14,7 @@ use crate::{
 
 /// The shader.
 pub static ROPE_AND_STORE: Source =
-    Source { name: "rope_and_store.wgsl", text: include_str!("../../wgsl/rope_and_store.wgsl"), bindings: "wrrww" };
-
-/// The shader for a cache in parts.
-pub static ROPE_AND_STORE_PARTED: Source = Source {
-    name: "rope_and_store.wgsl (parted)",
-    text: include_str!("../../wgsl/rope_and_store.wgsl"),
-    bindings: "wrrwwwwwwww",
-};
+    Source { name: "rope_and_store.wgsl", text: include_str!("../../wgsl/rope_and_store.wgsl") };
 
 /// Threads of a workgroup; each takes four elements of a head at a time.
 pub const THREADS: u32 = 64;
@@ -65,8 +58,7 @@ pub(super) fn push(
 ) -> Result<(), KernelError> {
     let mut options = cache.options().to_vec();
     options.extend([("THREADS", THREADS), ("INTERLEAVED", u32::from(table.style == RopeStyle::Interleaved))]);
-    let source = if cache.is_parted() { &ROPE_AND_STORE_PARTED } else { &ROPE_AND_STORE };
-    let pipeline = commands.gpu().pipeline(source, &options)?;
+    let pipeline = commands.gpu().pipeline(&ROPE_AND_STORE, &options)?;
     let tokens = [qkv, staged.angles.clone(), staged.slots.clone()];
     let bindings = tokens.into_iter().chain(cache.layer(call.layer)).collect();
     let numbers = [

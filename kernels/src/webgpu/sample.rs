@@ -13,8 +13,7 @@ use crate::{
 };
 
 /// The shader.
-pub static SAMPLE: Source =
-    Source { name: "sample.wgsl", text: include_str!("../../wgsl/sample.wgsl"), bindings: "rrrw" };
+pub static SAMPLE: Source = Source { name: "sample.wgsl", text: include_str!("../../wgsl/sample.wgsl") };
 
 /// Logits that a workgroup reduces.
 const SLICE: usize = 2048;
@@ -36,7 +35,7 @@ struct Row {
     num_penalties: u32,
 }
 
-/// Reduces the first rows of `logits` and reads back what comes of them.
+/// Reduces the first rows of `logits` and reads back what comes of them, by way of `results`.
 ///
 /// # Errors
 /// [`KernelError`] if a row does not pass its checks or the GPU fails.
@@ -45,6 +44,7 @@ pub(super) fn sample(
     rows: &[SampleRow],
     first_token: u32,
     logits: &WebGpuTensor,
+    results: &mut Binding,
 ) -> Result<Vec<Candidates>, KernelError> {
     rows.iter().try_for_each(SampleRow::check)?;
     logits.expect_tokens("sample", rows.len())?;
@@ -60,14 +60,17 @@ pub(super) fn sample(
     let rooms = [room(|row| row.top_k), room(|row| row.raw_top_k)];
     let num_slices = width.div_ceil(SLICE);
     let slice_words = FIXED_WORDS + 2 * (rooms[0] + rooms[1]);
-    let output = commands.gpu().buffer("candidates", (rows.len() * num_slices * slice_words * 4) as u64)?;
+    let num_bytes = (rows.len() * num_slices * slice_words * size_of::<u32>()) as u64;
+    if results.num_bytes < num_bytes {
+        *results = Binding::whole(&commands.gpu().buffer("candidates", num_bytes.next_power_of_two())?);
+    }
     let (staged, penalties) = stage(commands, rows)?;
     let pipeline = commands.gpu().pipeline(&SAMPLE, &OPTIONS)?;
-    let bindings = vec![logits.values(), staged, penalties, Binding::whole(&output)];
+    let bindings = vec![logits.values(), staged, penalties, results.clone()];
     let infinity = f32::NEG_INFINITY.to_bits();
     let parameters = [width as u32, first_token, infinity, rooms[0] as u32, rooms[1] as u32];
     commands.dispatch(&pipeline, bindings, &parameters, [num_slices, rows.len(), 1])?;
-    let words: Vec<u32> = commands.read(&Binding::whole(&output))?;
+    let words: Vec<u32> = commands.read(&Binding { num_bytes, ..results.clone() })?;
     let mut slices = words.chunks_exact(slice_words);
     let read = |row: &SampleRow, slices: &mut dyn Iterator<Item = &[u32]>| {
         let slices = slices.take(num_slices).enumerate();

@@ -12,17 +12,16 @@ pub struct Source {
     pub name: &'static str,
     /// Its text.
     pub text: &'static str,
-    /// Its bindings in order: `r` is a storage buffer that is read, `w` one that is also written.
-    pub bindings: &'static str,
 }
 
 /// Options of a variant, each with its value.
 pub type Options = Vec<(&'static str, u32)>;
 
 /// Files that others include.
-const INCLUDES: [(&str, &str); 4] = [
+const INCLUDES: [(&str, &str); 5] = [
     ("activations", include_str!("../../wgsl/include/activations.wgsl")),
     ("kv_cache", include_str!("../../wgsl/include/kv_cache.wgsl")),
+    ("quantize", include_str!("../../wgsl/include/quantize.wgsl")),
     ("reduce", include_str!("../../wgsl/include/reduce.wgsl")),
     ("weights", include_str!("../../wgsl/include/weights.wgsl")),
 ];
@@ -48,6 +47,15 @@ impl Source {
         expand(self.text, options, &mut output)?;
         Ok(output)
     }
+}
+
+/// The bindings of a variant, as `(number, whether it is only read)`.
+pub fn bindings(variant: &str) -> Vec<(u32, bool)> {
+    let binding = |line: &str| {
+        let (number, rest) = line.strip_prefix("@group(0) @binding(")?.split_once(')')?;
+        Some((number.parse().ok()?, rest.contains("<storage, read>")))
+    };
+    variant.lines().filter_map(binding).collect()
 }
 
 /// Copies `text` line by line, as its directives say.
@@ -91,7 +99,8 @@ mod tests {
 
     #[test]
     fn options_choose_lines() {
-        let source = Source { name: "test", text: "a\n#if X\nb\n#if Y\nc\n#endif\n#else\nd\n#endif\ne", bindings: "" };
+        let source = Source { name: "test", text: "a\n#if X\nb\n#if Y\nc\n#endif\n#else\nd\n#endif\ne" };
+        assert_eq!(bindings("@group(0) @binding(3) var<storage, read> a: array<u32>;\nfn main() {}"), [(3, true)]);
         let lines = |x, y| {
             let text = source.variant(&[("X", x), ("Y", y)]).unwrap();
             text.lines().skip(2).collect::<String>()
@@ -99,7 +108,7 @@ mod tests {
         assert_eq!([lines(0, 1), lines(1, 0), lines(2, 1)], ["ade", "abe", "abce"]);
         assert!(source.variant(&[("X", 1)]).is_err());
         for text in ["#endif", "#else", "#if X", "#include nothing"] {
-            assert!(Source { name: "test", text, bindings: "" }.variant(&[("X", 1)]).is_err(), "{text}");
+            assert!(Source { name: "test", text }.variant(&[("X", 1)]).is_err(), "{text}");
         }
     }
 }

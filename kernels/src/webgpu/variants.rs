@@ -10,6 +10,7 @@ use super::{
     rope_and_store, sample,
     source::{Options, Source},
 };
+use crate::quant::ACTIVATION_BLOCK;
 
 /// A source with the options of one variant, but for `SUBGROUPS`.
 pub type Variant = (&'static Source, Options);
@@ -26,7 +27,7 @@ pub fn all() -> Vec<Variant> {
 fn elementwise_variants() -> Vec<Variant> {
     let threads = ("THREADS", elementwise::THREADS);
     let norm = |quantize| vec![("THREADS", elementwise::NORM_THREADS), ("QUANTIZE", quantize)];
-    let mut variants: Vec<Variant> = vec![(&elementwise::RMS_NORM, norm(0)), (&elementwise::RMS_NORM_BLOCKS, norm(1))];
+    let mut variants: Vec<Variant> = vec![(&elementwise::RMS_NORM, norm(0)), (&elementwise::RMS_NORM, norm(1))];
     for source in [&elementwise::QUANTIZE, &elementwise::SWIGLU, &elementwise::ADD, &elementwise::GATHER_ROWS] {
         variants.push((source, vec![threads]));
     }
@@ -48,7 +49,9 @@ fn matmul_variants() -> Vec<Variant> {
         variants.push((table, embed::embed_options(format)));
         for target in Target::ALL {
             for num_tokens in [1, 2, 4, 8] {
-                variants.push((matvec, matmul::matvec_options(format, Shape::of(0), num_tokens, target)));
+                for shape in Shape::ALL {
+                    variants.push((matvec, matmul::matvec_options(format, shape, num_tokens, target)));
+                }
             }
             if !is_plain {
                 variants.push((&matmul::BATCH, matmul::batch_options(format, target)));
@@ -62,25 +65,30 @@ fn matmul_variants() -> Vec<Variant> {
 fn attention_variants() -> Vec<Variant> {
     let mut variants: Vec<Variant> = Vec::new();
     for (dtype, is_parted) in Dtype::ALL.into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
-        let (rope, attend) = if is_parted {
-            (&rope_and_store::ROPE_AND_STORE_PARTED, &attention::ATTENTION_PARTED)
-        } else {
-            (&rope_and_store::ROPE_AND_STORE, &attention::ATTENTION)
-        };
         for interleaved in [0, 1] {
             let mut options = super::kv_cache::options(dtype, is_parted).to_vec();
             options.extend([("THREADS", rope_and_store::THREADS), ("INTERLEAVED", interleaved)]);
-            variants.push((rope, options));
+            variants.push((&rope_and_store::ROPE_AND_STORE, options));
         }
-        for head_dim in [33, 64, 128, 256, 512] {
-            for (group_size, is_prefill) in [1, 2, 4, 8].into_iter().flat_map(|size| [(size, false), (size, true)]) {
-                let options = attention::attention_options(dtype, is_parted, head_dim, group_size, is_prefill);
-                variants.push((attend, options));
+        for (head_dim, group_size) in HEADS {
+            for (is_prefill, make_blocks) in [(false, false), (false, true), (true, false), (true, true)] {
+                // Heads that are no whole blocks are not made as blocks.
+                if !make_blocks || head_dim % ACTIVATION_BLOCK == 0 {
+                    let variant = attention::Variant { head_dim, block_size: 32, group_size, is_prefill, make_blocks };
+                    let options = attention::attention_options(dtype, is_parted, variant);
+                    variants.push((&attention::ATTENTION, options));
+                }
             }
         }
     }
-    for groups in [9, 16, 32, 64, 128] {
-        variants.push((&attention::COMBINE, attention::combine_options(groups)));
+    for (head_dim, _) in HEADS {
+        for make_blocks in [false, true] {
+            variants.push((&attention::COMBINE, attention::combine_options(head_dim.div_ceil(4), make_blocks)));
+        }
     }
     variants
 }
+
+/// Sizes of a head and of a group, the largest of each kind of workgroup among them.
+const HEADS: [(usize, usize); 9] =
+    [(33, 1), (64, 3), (64, 8), (128, 1), (128, 4), (128, 8), (256, 4), (256, 8), (512, 8)];

@@ -13,11 +13,10 @@ use crate::{
 };
 
 /// Of quantized tables.
-pub static EMBED: Source =
-    Source { name: "embed.wgsl", text: include_str!("../../../wgsl/embed.wgsl"), bindings: "rrrrrw" };
+pub static EMBED: Source = Source { name: "embed.wgsl", text: include_str!("../../../wgsl/embed.wgsl") };
 /// Of other tables.
 pub static EMBED_PLAIN: Source =
-    Source { name: "embed_plain.wgsl", text: include_str!("../../../wgsl/embed_plain.wgsl"), bindings: "rrw" };
+    Source { name: "embed_plain.wgsl", text: include_str!("../../../wgsl/embed_plain.wgsl") };
 
 const THREADS: usize = 64;
 

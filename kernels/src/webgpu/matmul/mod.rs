@@ -19,20 +19,15 @@ use super::{
 use crate::{KernelError, quant::ACTIVATION_BLOCK};
 
 /// Few tokens.
-pub static MATVEC: Source =
-    Source { name: "matvec.wgsl", text: include_str!("../../../wgsl/matvec.wgsl"), bindings: "rrrrrrw" };
+pub static MATVEC: Source = Source { name: "matvec.wgsl", text: include_str!("../../../wgsl/matvec.wgsl") };
 /// Weights that are not quantized.
 pub static MATVEC_PLAIN: Source =
-    Source { name: "matvec_plain.wgsl", text: include_str!("../../../wgsl/matvec_plain.wgsl"), bindings: "rrw" };
+    Source { name: "matvec_plain.wgsl", text: include_str!("../../../wgsl/matvec_plain.wgsl") };
 /// Many tokens.
-pub static BATCH: Source =
-    Source { name: "batch.wgsl", text: include_str!("../../../wgsl/batch.wgsl"), bindings: "rrrrrrw" };
+pub static BATCH: Source = Source { name: "batch.wgsl", text: include_str!("../../../wgsl/batch.wgsl") };
 /// Many tokens, by tensor cores.
-pub static BATCH_COOPERATIVE: Source = Source {
-    name: "batch_cooperative.wgsl",
-    text: include_str!("../../../wgsl/batch_cooperative.wgsl"),
-    bindings: "rrrrrrw",
-};
+pub static BATCH_COOPERATIVE: Source =
+    Source { name: "batch_cooperative.wgsl", text: include_str!("../../../wgsl/batch_cooperative.wgsl") };
 
 /// Most tokens of a workgroup of `matvec.wgsl`; more are tiles.
 pub const MAX_MATVEC_TOKENS: usize = 8;
@@ -52,9 +47,17 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// What suits layers of so many columns.
-    pub const fn of(_columns: usize) -> Self {
-        Self { threads: 64, rows: 2 }
+    /// Every shape that [`of`](Self::of) gives.
+    pub const ALL: [Self; 3] =
+        [Self { threads: 64, rows: 1 }, Self { threads: 32, rows: 4 }, Self { threads: 32, rows: 2 }];
+
+    /// What was fastest on an H200 for layers of about so many outputs and columns.
+    pub const fn of(num_outputs: usize, columns: usize) -> Self {
+        match (num_outputs, columns) {
+            (_, 8192..) => Self::ALL[0],
+            (65536.., _) => Self::ALL[1],
+            _ => Self::ALL[2],
+        }
     }
 }
 
@@ -188,7 +191,7 @@ impl PartCall<'_> {
         let is_quantized = matches!(format, Format::Planes(_));
         if !is_quantized || num_tokens <= MAX_MATVEC_TOKENS {
             let source = if is_quantized { &MATVEC } else { &MATVEC_PLAIN };
-            let shape = commands.gpu().matvec_shape().unwrap_or(Shape::of(self.columns));
+            let shape = commands.gpu().matvec_shape().unwrap_or(Shape::of(num_outputs, self.columns));
             let [x, y] = elementwise::plane(num_outputs.div_ceil(shape.rows as usize));
             let z = num_tokens.div_ceil(matvec_tokens(num_tokens));
             return (source, matvec_options(*format, shape, num_tokens, target), [x, y, z]);
