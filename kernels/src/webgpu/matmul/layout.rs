@@ -89,7 +89,8 @@ impl Layout {
         [codes * num_blocks, high * num_blocks, fine, coarse]
     }
 
-    fn has_factors(self) -> bool {
+    /// Whether scales are small numbers of eight blocks' common factors.
+    pub fn has_factors(self) -> bool {
         matches!(self.scales, Scales::Bytes | Scales::Nibbles | Scales::Signed)
     }
 

@@ -48,15 +48,20 @@ pub struct Shape {
 
 impl Shape {
     /// Every shape that [`of`](Self::of) gives.
-    pub const ALL: [Self; 3] =
-        [Self { threads: 64, rows: 1 }, Self { threads: 32, rows: 4 }, Self { threads: 32, rows: 2 }];
+    pub const ALL: [Self; 4] = [
+        Self { threads: 64, rows: 1 },
+        Self { threads: 128, rows: 2 },
+        Self { threads: 32, rows: 4 },
+        Self { threads: 32, rows: 2 },
+    ];
 
     /// What was fastest on an H200 for layers of about so many outputs and columns.
-    pub const fn of(num_outputs: usize, columns: usize) -> Self {
-        match (num_outputs, columns) {
-            (_, 8192..) => Self::ALL[0],
-            (65536.., _) => Self::ALL[1],
-            _ => Self::ALL[2],
+    pub fn of(format: Format, num_outputs: usize, columns: usize) -> Self {
+        match (format, num_outputs, columns) {
+            (Format::Planes(layout), _, 8192..) if !layout.has_factors() => Self::ALL[1],
+            (_, _, 8192..) => Self::ALL[0],
+            (_, 65536.., _) => Self::ALL[2],
+            _ => Self::ALL[3],
         }
     }
 }
@@ -191,7 +196,7 @@ impl PartCall<'_> {
         let is_quantized = matches!(format, Format::Planes(_));
         if !is_quantized || num_tokens <= MAX_MATVEC_TOKENS {
             let source = if is_quantized { &MATVEC } else { &MATVEC_PLAIN };
-            let shape = commands.gpu().matvec_shape().unwrap_or(Shape::of(num_outputs, self.columns));
+            let shape = commands.gpu().matvec_shape().unwrap_or(Shape::of(*format, num_outputs, self.columns));
             let [x, y] = elementwise::plane(num_outputs.div_ceil(shape.rows as usize));
             let z = num_tokens.div_ceil(matvec_tokens(num_tokens));
             return (source, matvec_options(*format, shape, num_tokens, target), [x, y, z]);
