@@ -1,5 +1,8 @@
 //! `lockstep tenant`: a new API key and its lines for the tenants' file.
+//! Invariant: standard output, which the documented command adds to that file, never has the key (but with `--json`).
 //! Not here: the file's meaning and the keys' form (`lockstep_coordinator::tenants`).
+
+use std::io::Write;
 
 use lockstep_coordinator::tenants::{file::check_name, key};
 use serde_json::json;
@@ -9,8 +12,8 @@ use crate::{UsageError, output::print_line};
 /// Make API keys for the tenants of a coordinator.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
-A key, and the lines to add to the file that the coordinator is given with --tenants:
-  lockstep tenant new search
+A key, shown on standard error, and its lines, added to the file that the coordinator is given with --tenants:
+  lockstep tenant new search >> tenants.toml
 Its limits are lines of the same file, each of which may be left out:
   weight = 3                    # share beside other tenants, 1 to 1000
   max_concurrent = 64           # requests at once
@@ -30,7 +33,7 @@ enum Command {
     New {
         /// The tenant
         name: String,
-        /// Print JSON
+        /// Print JSON, the key included
         #[arg(long)]
         json: bool,
     },
@@ -48,8 +51,6 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     if *is_json {
         return print_line(&json!({"name": name, "key": key, "key_sha256": hash.to_string()}).to_string());
     }
-    print_line(&format!(
-        "# The key, which is shown only now:\n#   {key}\n# For the tenants' file:\n[[tenant]]\nname = \"{name}\"\n\
-         key_sha256 = [\"{hash}\"]"
-    ))
+    print_line(&format!("[[tenant]]\nname = \"{name}\"\nkey_sha256 = [\"{hash}\"]"))?;
+    Ok(writeln!(std::io::stderr(), "The key of {name}, which is shown only now:\n{key}")?)
 }
