@@ -70,6 +70,22 @@ impl Tenant {
         self.state().spec.admin
     }
 
+    /// Checks that so many sequences could ever run at once: those of one request start together.
+    ///
+    /// # Errors
+    /// [`RequestError::Invalid`] with both numbers.
+    pub fn check_count(&self, num_sequences: usize) -> Result<(), RequestError> {
+        match self.state().spec.max_concurrent {
+            Some(limit) if num_sequences > limit => Err(RequestError::invalid(
+                "n",
+                format!(
+                    "with all prompts makes {num_sequences} choices at once; the tenant's max_concurrent is {limit}"
+                ),
+            )),
+            _ => Ok(()),
+        }
+    }
+
     /// What it uses now.
     pub fn in_use(&self) -> TenantUse {
         let mut state = self.state();

@@ -161,8 +161,16 @@ async fn refusals_say_when_to_come_back() {
     assert!(Class::retry_after(&refused).is_some());
     let answer = complete(&coordinator, "busy", 1).await;
     assert!(answer.status == 429 && answer.head.contains("retry-after-ms: 500"), "{answer:?}");
-    // Every choice counts.
     drop(running);
+    // Every choice counts, and no waiting helps a request that has more than may run.
+    let choices = json!({ "prompt": "hi", "max_tokens": 2, "n": 3 }).to_string();
+    let (path, json_type) = ("/v1/completions", "application/json");
+    let answer = receive(send_as(&coordinator, "busy", "POST", path, json_type, choices.as_bytes()).await).await;
+    let error = &answer.json()["error"];
+    assert_eq!((answer.status, &error["param"]), (400, &json!("n")), "{answer:?}");
+    let message = error["message"].as_str().unwrap();
+    assert!(message.contains("3 choices") && message.contains("max_concurrent is 1"), "{message}");
+    assert!(!answer.head.contains("retry-after"), "{}", answer.head);
 
     for (tenant, has_hint) in [("spent", false), ("renewed", true)] {
         assert_eq!(complete(&coordinator, tenant, 40).await.status, 200);
