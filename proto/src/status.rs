@@ -92,14 +92,19 @@ impl Class {
     /// The class of a status, by its reason word, else by its code. What a broken transport makes up (it gives no
     /// reason word and the code UNKNOWN, INTERNAL or UNAVAILABLE) is a lost worker.
     pub fn of(status: &Status) -> Self {
-        let reason = status.metadata().get(REASON_KEY).and_then(|value| value.to_str().ok());
-        if let Some(entry) = Self::ALL.iter().find(|entry| Some(entry.2) == reason) {
-            return entry.0;
+        if let Some(class) = Self::named(status) {
+            return class;
         }
         match status.code() {
             Code::Unknown | Code::Internal => Self::WorkerLost,
             code => Self::ALL.iter().find(|entry| entry.1 == code).map_or(Self::Internal, |entry| entry.0),
         }
+    }
+
+    /// The class that the status names; `None` if none of our services made it.
+    pub fn named(status: &Status) -> Option<Self> {
+        let reason = status.metadata().get(REASON_KEY)?.to_str().ok()?;
+        Self::ALL.iter().find(|entry| entry.2 == reason).map(|entry| entry.0)
     }
 
     /// When to try again, if the status says it.
@@ -118,10 +123,10 @@ mod tests {
         for (class, code, _) in Class::ALL {
             let status = class.status("text");
             assert_eq!(status.code(), code);
-            assert_eq!(Class::of(&status), class);
+            assert_eq!((Class::of(&status), Class::named(&status)), (class, Some(class)));
         }
         for broken in [Status::unavailable("broken"), Status::unknown("broken"), Status::internal("broken")] {
-            assert_eq!(Class::of(&broken), Class::WorkerLost);
+            assert_eq!((Class::of(&broken), Class::named(&broken)), (Class::WorkerLost, None));
         }
         let overloaded = Class::Overloaded.status_with_retry("full", std::time::Duration::from_millis(250));
         assert_eq!(Class::retry_after(&overloaded), Some(std::time::Duration::from_millis(250)));

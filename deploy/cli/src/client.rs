@@ -1,24 +1,34 @@
 //! gRPC connections of the commands that talk to a coordinator.
+//! Invariants: a connection is handed out once its coordinator has answered; one that falls silent later is found out by
+//! HTTP/2's pings, so that no command waits for a coordinator that is stopped or gone.
 
-use std::{fmt, path::PathBuf, str::FromStr, time::Duration};
+use std::{error::Error, fmt, path::PathBuf, str::FromStr, time::Duration};
 
 use anyhow::{Context, anyhow};
 use lockstep_proto::{
     MAX_MESSAGE_BYTES,
     status::Class,
-    v1::{admin_client::AdminClient, inference_client::InferenceClient},
+    v1::{GetClusterRequest, GetClusterResponse, admin_client::AdminClient, inference_client::InferenceClient},
 };
 use lockstep_transport::{ClientTls, Connector, Outbound, TlsFiles, explain};
 use tonic::{
-    Request, Status,
+    Request, Response, Status,
     metadata::{Ascii, MetadataValue},
     service::{Interceptor, interceptor::InterceptedService},
     transport::Channel,
 };
+use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
 
 use crate::tls;
 
+/// Longest time until a connection stands, TLS included.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Longest time for an answer that needs no work.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// Between two pings of a connection.
+const PING_INTERVAL: Duration = Duration::from_secs(2);
+/// Longest time that a ping may be under way.
+const PING_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Which coordinator.
 #[derive(Clone, Debug, clap::Args)]
@@ -48,6 +58,19 @@ pub struct ServerArgs {
     #[arg(skip)]
     own_server: Option<TlsFiles>,
 }
+
+/// A service of a coordinator that has answered.
+pub struct Reached<C> {
+    /// Its client.
+    pub client: C,
+    /// Where it is.
+    pub address: String,
+}
+
+/// A coordinator is there no more.
+#[derive(Debug, thiserror::Error)]
+#[error("the coordinator at {0} went away")]
+pub struct WentAway(String);
 
 /// A connection that shows the API key with every call.
 pub type Server = InterceptedService<Channel, ApiKey>;
@@ -94,18 +117,18 @@ impl ServerArgs {
     ///
     /// # Errors
     /// If nothing answers there.
-    pub async fn inference(&self) -> anyhow::Result<InferenceClient<Server>> {
-        self.inference_but(0).await
+    pub async fn inference(&self) -> anyhow::Result<Reached<InferenceClient<Server>>> {
+        self.inference_after(None).await
     }
 
-    /// The same, but the first `num_passed` coordinators come last.
+    /// The same, but the coordinator at `passed` and those before it come last.
     ///
     /// # Errors
     /// If none answers.
-    pub async fn inference_but(&self, num_passed: usize) -> anyhow::Result<InferenceClient<Server>> {
-        let channel = self.channel(num_passed).await?;
-        Ok(InferenceClient::with_interceptor(channel, self.api_key.clone().unwrap_or_default())
-            .max_decoding_message_size(MAX_MESSAGE_BYTES))
+    pub async fn inference_after(&self, passed: Option<&str>) -> anyhow::Result<Reached<InferenceClient<Server>>> {
+        let Reached { client, address } = self.channel(passed).await?;
+        let client = InferenceClient::with_interceptor(client, self.api_key.clone().unwrap_or_default());
+        Ok(Reached { client: client.max_decoding_message_size(MAX_MESSAGE_BYTES), address })
     }
 
     /// How many coordinators there are.
@@ -117,31 +140,50 @@ impl ServerArgs {
     ///
     /// # Errors
     /// If nothing answers there.
-    pub async fn admin(&self) -> anyhow::Result<AdminClient<Server>> {
-        Ok(AdminClient::with_interceptor(self.channel(0).await?, self.api_key.clone().unwrap_or_default())
-            .max_decoding_message_size(MAX_MESSAGE_BYTES))
+    pub async fn admin(&self) -> anyhow::Result<Reached<AdminClient<Server>>> {
+        self.admin_after(None).await
+    }
+
+    async fn admin_after(&self, passed: Option<&str>) -> anyhow::Result<Reached<AdminClient<Server>>> {
+        let Reached { client, address } = self.channel(passed).await?;
+        let client = AdminClient::with_interceptor(client, self.api_key.clone().unwrap_or_default());
+        Ok(Reached { client: client.max_decoding_message_size(MAX_MESSAGE_BYTES), address })
+    }
+
+    /// The cluster as `admin` sees it. If that one went away, the next that answers takes its place.
+    ///
+    /// # Errors
+    /// If none answers, or one refuses.
+    pub async fn cluster(&self, admin: &mut Reached<AdminClient<Server>>) -> anyhow::Result<GetClusterResponse> {
+        match answer(&admin.address, admin.client.get_cluster(GetClusterRequest {})).await {
+            Err(error) if error.is::<WentAway>() && self.num_coordinators() > 1 => {
+                *admin = self.admin_after(Some(&admin.address)).await?;
+                answer(&admin.address, admin.client.get_cluster(GetClusterRequest {})).await
+            }
+            answer => answer,
+        }
     }
 
     /// A connection for any other service.
     ///
     /// # Errors
     /// If nothing answers there.
-    pub async fn any(&self) -> anyhow::Result<Channel> {
-        self.channel(0).await
+    pub async fn any(&self) -> anyhow::Result<Reached<Channel>> {
+        self.channel(None).await
     }
 
     fn addresses(&self) -> impl Iterator<Item = &str> {
         self.server.split(',').map(str::trim).filter(|address| !address.is_empty())
     }
 
-    async fn channel(&self, num_passed: usize) -> anyhow::Result<Channel> {
+    async fn channel(&self, passed: Option<&str>) -> anyhow::Result<Reached<Channel>> {
         let mut addresses: Vec<&str> = self.addresses().collect();
-        let num_addresses = addresses.len().max(1);
-        addresses.rotate_left(num_passed % num_addresses);
+        let num_passed = passed.and_then(|passed| addresses.iter().position(|address| *address == passed));
+        addresses.rotate_left(num_passed.map_or(0, |index| index + 1));
         let mut last = anyhow!("server {:?} names no address", self.server);
         for address in addresses {
             match self.connect(address).await {
-                Ok(channel) => return Ok(channel),
+                Ok(client) => return Ok(Reached { client, address: address.to_owned() }),
                 Err(error) => last = error,
             }
         }
@@ -158,17 +200,57 @@ impl ServerArgs {
             Outbound::ClearText
         };
         let (endpoint, connector) = Connector::new(address, outbound).context("server")?;
-        let channel = endpoint.connect_timeout(CONNECT_TIMEOUT).connect_with_connector(connector).await;
+        let endpoint = endpoint
+            .connect_timeout(CONNECT_TIMEOUT)
+            .http2_keep_alive_interval(PING_INTERVAL)
+            .keep_alive_timeout(PING_TIMEOUT)
+            .keep_alive_while_idle(true);
         let in_words =
             |error: tonic::transport::Error| explain(&error).map_or_else(|| error.into(), |reason| anyhow!(reason));
-        channel.map_err(in_words).with_context(|| format!("cannot reach a coordinator at {address}"))
+        let reached = async {
+            let channel = endpoint.connect_with_connector(connector).await.map_err(in_words)?;
+            is_there(channel.clone()).await?;
+            anyhow::Ok(channel)
+        };
+        reached.await.with_context(|| format!("cannot reach a coordinator at {address}"))
     }
 }
 
-/// A refused call in one line: what the server says and the class of the failure.
-pub fn refused(status: &Status) -> anyhow::Error {
-    if let Some(reason) = explain(status) {
-        return anyhow!(reason);
+/// Asks for anything: a stopped process has its connections accepted by the system, and with TLS 1.3 a server refuses a
+/// certificate after the handshake.
+async fn is_there(channel: Channel) -> anyhow::Result<()> {
+    let mut health = HealthClient::new(channel);
+    match tokio::time::timeout(ANSWER_TIMEOUT, health.check(HealthCheckRequest::default())).await {
+        Err(_) => Err(anyhow!("it does not answer")),
+        Ok(Err(status)) if is_made_up(&status) => {
+            Err(explain(&status).map_or_else(|| anyhow!("it closed the connection"), |reason| anyhow!(reason)))
+        }
+        Ok(_) => Ok(()),
     }
-    anyhow!("{} ({})", status.message(), Class::of(status).reason())
+}
+
+/// Waits for an answer that needs no work.
+///
+/// # Errors
+/// As [`refused`]; [`WentAway`] also if there is none in time.
+pub async fn answer<T>(address: &str, call: impl Future<Output = Result<Response<T>, Status>>) -> anyhow::Result<T> {
+    match tokio::time::timeout(ANSWER_TIMEOUT, call).await {
+        Err(_) => Err(WentAway(address.to_owned()).into()),
+        Ok(answer) => Ok(answer.map_err(|status| refused(address, &status))?.into_inner()),
+    }
+}
+
+/// Whether a broken connection made a status, and no server.
+pub fn is_made_up(status: &Status) -> bool {
+    Class::named(status).is_none() && (status.source().is_some() || Class::of(status) == Class::WorkerLost)
+}
+
+/// A call that the coordinator at `address` refused, in one line: what it says and the class of the failure.
+/// [`WentAway`] if it is there no more.
+pub fn refused(address: &str, status: &Status) -> anyhow::Error {
+    match explain(status) {
+        Some(reason) => anyhow!(reason),
+        None if is_made_up(status) => WentAway(address.to_owned()).into(),
+        None => anyhow!("{} ({})", status.message(), Class::of(status).reason()),
+    }
 }

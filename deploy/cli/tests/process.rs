@@ -36,6 +36,21 @@ fn exit_codes_tell_usage_from_failure() {
 }
 
 #[test]
+fn a_new_tenants_key_stays_out_of_the_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tenants.toml");
+    let file = std::fs::File::create(&path).unwrap();
+    let made = lockstep(&["tenant", "new", "search"]).stdout(file).output().unwrap();
+    assert!(made.status.success(), "{made:?}");
+    let (shown, file) = (String::from_utf8(made.stderr).unwrap(), std::fs::read_to_string(&path).unwrap());
+    let key = shown.lines().last().unwrap();
+    assert!(key.starts_with("lockstep-") && !file.contains("lockstep-"), "{shown}{file}");
+    let table: toml::Table = file.parse().unwrap();
+    assert_eq!(table["tenant"][0]["name"].as_str(), Some("search"));
+    assert_eq!(table["tenant"][0]["key_sha256"][0].as_str().map(str::len), Some(64));
+}
+
+#[test]
 fn an_unknown_setting_stops_the_start() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("lockstep.toml");
@@ -83,6 +98,35 @@ fn bench_refuses_what_cannot_be_measured() {
     assert!(message.contains("--depth 900000 and --decode 7 do not fit"), "{message}");
     let message = error(&["--prefill", "8"], "abacus");
     assert!(message.contains("device: \"abacus\" is none of"), "{message}");
+}
+
+/// The system accepts connections for a process that is stopped.
+#[test]
+fn a_silent_coordinator_is_passed_over() {
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let ready = folder.path().join("ready.json");
+    let mut child = lockstep(&["coordinator", "--grpc-listen=127.0.0.1:0", "--http-listen=127.0.0.1:0"])
+        .args(["--exit-on-stdin-close", &format!("--ready-file={}", ready.display())])
+        .stdin(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let start = Instant::now();
+    while !ready.exists() {
+        assert!(start.elapsed() < Duration::from_secs(20), "it does not listen");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let addresses: serde_json::Value = serde_json::from_slice(&std::fs::read(&ready).unwrap()).unwrap();
+    let (silent, answers) = (silent.local_addr().unwrap(), addresses["grpc"].as_str().unwrap());
+    let start = Instant::now();
+    let shown = output(&["status", "--server", &format!("{silent},{answers}")]);
+    assert!(shown.status.success() && start.elapsed() < Duration::from_secs(10), "{:?} {shown:?}", start.elapsed());
+    let shown = output(&["status", "--server", &silent.to_string()]);
+    let error = String::from_utf8(shown.stderr).unwrap();
+    assert_eq!(error, format!("error: cannot reach a coordinator at {silent}: it does not answer\n"));
+    drop(child.stdin.take());
+    child.wait().unwrap();
 }
 
 /// As after `kill -9` of `up`: the log has no reader any more when standard input closes.

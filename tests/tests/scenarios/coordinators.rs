@@ -7,7 +7,7 @@ use std::{
 
 use lockstep_proto::v1::{self, GenerateRequest, GetClusterRequest, generate_response::Event};
 use lockstep_tests::{Client, Output, SharedCluster, environment, network::Node, process};
-use tokio::{sync::watch, task::JoinHandle};
+use tokio::{io::AsyncReadExt, sync::watch, task::JoinHandle};
 use tonic::Status;
 
 use crate::worker_loss::{STOP, ready_replicas, requests, signal};
@@ -147,6 +147,37 @@ async fn a_killed_leader_costs_nobody_a_token() {
     }
     assert_eq!(cluster.leader().unwrap(), 1 - leader);
     check_same(&undisturbed[0], &stays.generate(three_requests()[0].clone()).await.unwrap(), "the new replica");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_command_line_leaves_a_stopped_coordinator() {
+    let cluster = SharedCluster::start(2, 1, "tensor=1").unwrap();
+    let (stops, stays) = (cluster.grpc(0).unwrap(), cluster.grpc(1).unwrap());
+    for index in 0..2 {
+        ready_replicas(&cluster.client(index).await.unwrap(), 1).await;
+    }
+    let expected = process::finish(generate(stays), &[]).await.unwrap();
+    let both = format!("{stops},{stays}");
+    let mut command = tokio::process::Command::from(generate(&both));
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true).spawn().unwrap();
+    let mut first = [0; 40];
+    child.stdout.as_mut().unwrap().read_exact(&mut first).await.unwrap();
+    let pid = cluster.pid(Node::Coordinator(0)).unwrap().to_string();
+    signal(STOP, &pid);
+    let stopped = Instant::now();
+    let printed = child.wait_with_output().await.unwrap();
+    let message = String::from_utf8_lossy(&printed.stderr);
+    assert!(
+        printed.status.success() && stopped.elapsed() < Duration::from_secs(20),
+        "{:?} {message}",
+        stopped.elapsed()
+    );
+    let text = [&first[..], &printed.stdout].concat();
+    assert_eq!(String::from_utf8_lossy(&text), String::from_utf8_lossy(&expected.stdout));
+    assert!(message.contains(&format!("; continued at {stays} after {stops} was lost")), "{message}");
+    let shown = process::lockstep(&["status", "--server", &both]).await.unwrap();
+    assert!(shown.status.success() && !shown.stdout.is_empty(), "{shown:?}");
+    signal("-CONT", &pid);
 }
 
 #[tokio::test(flavor = "multi_thread")]

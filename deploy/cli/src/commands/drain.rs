@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use lockstep_proto::v1::{DrainWorkerRequest, GetClusterRequest, GetClusterResponse, WorkerStatus};
+use lockstep_proto::v1::{DrainWorkerRequest, GetClusterResponse, WorkerStatus};
 
 use crate::{
     client::{ServerArgs, refused},
@@ -34,15 +34,15 @@ pub struct Args {
 /// # Errors
 /// If the coordinator cannot be reached or does not know the worker.
 pub async fn run(args: Args) -> anyhow::Result<()> {
-    let mut client = args.server.admin().await?;
+    let mut admin = args.server.admin().await?;
     let request = DrainWorkerRequest { worker_id: args.worker.clone() };
-    client.drain_worker(request).await.map_err(|status| refused(&status))?;
+    admin.client.drain_worker(request).await.map_err(|status| refused(&admin.address, &status))?;
     if args.no_wait {
         return print(&format!("{}: draining\n", args.worker));
     }
     let mut last = None;
     loop {
-        let cluster = client.get_cluster(GetClusterRequest {}).await.map_err(|status| refused(&status))?.into_inner();
+        let cluster = args.server.cluster(&mut admin).await?;
         let Some(worker) = cluster.workers.iter().find(|worker| worker.worker_id == args.worker) else { break };
         let left = left(&cluster, worker);
         if left == (0, 0) && worker.draining {

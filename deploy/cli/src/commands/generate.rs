@@ -15,7 +15,7 @@ use tonic::Status;
 
 use crate::{
     Interrupted, UsageError,
-    client::{Server, ServerArgs, refused},
+    client::{Reached, Server, ServerArgs, is_made_up, refused},
     output::{print, print_line},
 };
 
@@ -108,10 +108,10 @@ struct SamplingArgs {
 /// If there is no prompt, or the server refuses, fails, or the request is cancelled.
 pub async fn run(args: Args) -> anyhow::Result<()> {
     let (is_json, server) = (args.json, args.server.clone());
-    let mut client = server.inference().await?;
+    let reached = server.inference().await?;
     let mut request = args.into_request()?;
     tokio::select! {
-        result = follow(&server, &mut client, &mut request, is_json) => result,
+        result = follow(&server, reached, &mut request, is_json) => result,
         signal = tokio::signal::ctrl_c() => {
             signal?;
             if !is_json {
@@ -125,24 +125,27 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
 /// Prints the answer to its end. If its coordinator is lost, and there are others, the next one goes on with it.
 async fn follow(
     server: &ServerArgs,
-    client: &mut InferenceClient<Server>,
+    mut reached: Reached<InferenceClient<Server>>,
     request: &mut GenerateRequest,
     is_json: bool,
 ) -> anyhow::Result<()> {
     let mut num_passed = 0;
+    let mut visited = vec![reached.address.clone()];
     loop {
         let num_received = request.received.as_ref().map_or(0, |received| received.token_ids.len());
-        let status = match print_answer(client, request, is_json).await? {
-            Ok(finish) => return finished(&request.request_id, &finish, is_json),
+        let status = match print_answer(&mut reached.client, request, is_json).await? {
+            Ok(finish) => return finished(&request.request_id, &visited, &finish, is_json),
             Err(status) => status,
         };
         let has_progressed = request.received.as_ref().map_or(0, |received| received.token_ids.len()) > num_received;
         num_passed = if has_progressed { 1 } else { num_passed + 1 };
-        let is_lost = matches!(Class::of(&status), Class::WorkerLost | Class::ShuttingDown);
+        let is_lost = is_made_up(&status) || matches!(Class::of(&status), Class::WorkerLost | Class::ShuttingDown);
         if !is_lost || num_passed >= server.num_coordinators() {
-            return Err(refused(&status));
+            return Err(refused(&reached.address, &status));
         }
-        *client = server.inference_but(num_passed).await?;
+        let next = server.inference_after(Some(&reached.address)).await;
+        reached = next.with_context(|| refused(&reached.address, &status))?;
+        visited.push(reached.address.clone());
     }
 }
 
@@ -185,7 +188,8 @@ fn logprobs_json(logprobs: &lockstep_proto::v1::TokenLogprobs) -> serde_json::Va
     json!({"chosen": logprobs.chosen.as_ref().map(token), "top": logprobs.top.iter().map(token).collect::<Vec<_>>()})
 }
 
-fn finished(request_id: &str, finish: &Finish, is_json: bool) -> anyhow::Result<()> {
+/// The last line: what the request took, and where it went on (`visited`) after its coordinator was lost.
+fn finished(request_id: &str, visited: &[String], finish: &Finish, is_json: bool) -> anyhow::Result<()> {
     let usage = finish.usage.unwrap_or_default();
     let timings = finish.timings.unwrap_or_default();
     let reason = finish.reason();
@@ -196,6 +200,7 @@ fn finished(request_id: &str, finish: &Finish, is_json: bool) -> anyhow::Result<
         let line = json!({
             "request_id": request_id,
             "finish_reason": reason_name,
+            "coordinators": visited,
             "usage": {
                 "prompt_tokens": usage.prompt_tokens,
                 "completion_tokens": usage.completion_tokens,
@@ -209,8 +214,13 @@ fn finished(request_id: &str, finish: &Finish, is_json: bool) -> anyhow::Result<
         print_line(&line.to_string())?;
     } else {
         print_line("")?;
+        let moves: String = visited
+            .iter()
+            .zip(visited.iter().skip(1))
+            .map(|(lost, next)| format!("; continued at {next} after {lost} was lost"))
+            .collect();
         eprintln!(
-            "{} prompt + {} generated tokens, first after {:.0} ms, then {decode:.1} tokens/s ({reason_name})",
+            "{} prompt + {} generated tokens, first after {:.0} ms, then {decode:.1} tokens/s ({reason_name}){moves}",
             usage.prompt_tokens, usage.completion_tokens, timings.ttft_ms,
         );
     }

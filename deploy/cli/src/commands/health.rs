@@ -3,7 +3,7 @@
 use lockstep_proto::status::Class;
 use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
 
-use crate::client::{ServerArgs, refused};
+use crate::client::{Reached, ServerArgs, answer};
 
 /// Ask a coordinator's health service: exit code 0 if a model can be served, else 1. Needs no API key.
 #[derive(clap::Args)]
@@ -25,11 +25,11 @@ pub struct Args {
 /// # Errors
 /// If nothing answers, or the coordinator cannot serve.
 pub async fn run(args: Args) -> anyhow::Result<()> {
-    let mut client = HealthClient::new(args.server.any().await?);
-    let answer = client.check(HealthCheckRequest { service: String::new() }).await;
-    let status = answer.map_err(|status| refused(&status))?.into_inner().status();
+    let Reached { client, address } = args.server.any().await?;
+    let mut client = HealthClient::new(client);
+    let status = answer(&address, client.check(HealthCheckRequest::default())).await?.status();
     if status == ServingStatus::Serving || args.live {
         return Ok(());
     }
-    Err(refused(&Class::NotReady.status("no model can be served")))
+    anyhow::bail!("no model can be served ({})", Class::NotReady.reason())
 }

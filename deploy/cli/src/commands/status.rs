@@ -4,16 +4,14 @@ use std::time::Duration;
 
 use lockstep_coordinator::api::status;
 use lockstep_proto::v1::{
-    DeviceStatus, EngineStatus, GetClusterRequest, GetClusterResponse, RankStatus, RegistryStatus, ReplicaStatus,
-    WorkerStatus,
+    DeviceStatus, EngineStatus, GetClusterResponse, RankStatus, RegistryStatus, ReplicaStatus, WorkerStatus,
 };
 use lockstep_sharding::format_bytes;
 
-use crate::{
-    client::{ServerArgs, refused},
-    output::print,
-    table::Table,
-};
+use crate::{client::ServerArgs, output::print, table::Table};
+
+/// Longest reason that stands in the table itself.
+const MAX_REASON_CHARS: usize = 32;
 
 /// Show workers, devices, replicas, ranks, KV use and tokens per second.
 #[derive(Debug, clap::Args)]
@@ -35,11 +33,11 @@ pub struct Args {
 /// Prints the state of the cluster.
 ///
 /// # Errors
-/// If the coordinator cannot be reached.
+/// If no coordinator answers.
 pub async fn run(args: Args) -> anyhow::Result<()> {
-    let mut client = args.server.admin().await?;
+    let mut admin = args.server.admin().await?;
     loop {
-        let cluster = client.get_cluster(GetClusterRequest {}).await.map_err(|status| refused(&status))?.into_inner();
+        let cluster = args.server.cluster(&mut admin).await?;
         let text = if args.json { format!("{}\n", status::to_json(&cluster)) } else { render(&cluster) };
         if args.watch && !args.json {
             print("\x1b[H\x1b[2J")?;
@@ -57,8 +55,9 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
 
 fn render(cluster: &GetClusterResponse) -> String {
     let mut workers = Table::new(&["WORKER", "ADDRESS", "HOST", "STATE", "HEARTBEAT", "DEVICE", "CHOSEN", "MEMORY"]);
+    let mut notes = Vec::new();
+    let none = DeviceStatus { name: String::from("-"), ..DeviceStatus::default() };
     for worker in &cluster.workers {
-        let none = DeviceStatus { name: String::from("-"), ..DeviceStatus::default() };
         let devices = if worker.devices.is_empty() { std::slice::from_ref(&none) } else { &worker.devices };
         for device in devices {
             workers.row(vec![
@@ -68,12 +67,15 @@ fn render(cluster: &GetClusterResponse) -> String {
                 worker_state(worker),
                 format!("{:.0} ms", worker.heartbeat_age_ms),
                 device.name.clone(),
-                device.reason.clone(),
+                chosen(&device.reason, &mut notes),
                 format_bytes(device.memory_bytes),
             ]);
         }
     }
     let mut text = cluster.registry.as_ref().map_or_else(String::new, render_registry) + &workers.render();
+    for (index, note) in notes.iter().enumerate() {
+        text += &format!("[{}] {note}\n", index + 1);
+    }
     for model in &cluster.models {
         text += &format!("\nmodel {} (plan {}, {})\n", model.name, model.plan_epoch, model.source);
         if !model.problem.is_empty() {
@@ -82,6 +84,19 @@ fn render(cluster: &GetClusterResponse) -> String {
         text += &render_replicas(&model.replicas);
     }
     text
+}
+
+/// Why a device was chosen, or the number of the note below the table that says it.
+fn chosen<'a>(reason: &'a str, notes: &mut Vec<&'a str>) -> String {
+    if reason.chars().count() <= MAX_REASON_CHARS {
+        return reason.to_owned();
+    }
+    let known = notes.iter().position(|note| *note == reason);
+    let index = known.unwrap_or_else(|| {
+        notes.push(reason);
+        notes.len() - 1
+    });
+    format!("[{}]", index + 1)
 }
 
 fn render_registry(registry: &RegistryStatus) -> String {
@@ -186,5 +201,30 @@ fn scratch(rank: &RankStatus) -> String {
             let reused = rank.scratch_hits as f64 / requests as f64 * 100.0;
             format!("{}, {reused:.1} % reused", format_bytes(rank.scratch_high_water_bytes))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_reason_is_said_once() {
+        let long = "no GPU: ".to_owned() + &"libcuda.so.1 was not found; ".repeat(8);
+        let worker = |id: &str, reason: &str| WorkerStatus {
+            worker_id: id.to_owned(),
+            devices: vec![DeviceStatus { reason: reason.to_owned(), ..DeviceStatus::default() }],
+            ..WorkerStatus::default()
+        };
+        let workers = vec![
+            worker("a", &long),
+            worker("b", "asked for"),
+            worker("c", &long),
+            worker("d", "no; ".repeat(9).as_str()),
+        ];
+        let text = render(&GetClusterResponse { workers, ..GetClusterResponse::default() });
+        assert_eq!(text.matches(&long).count(), 1, "{text}");
+        assert_eq!((text.matches("[1]").count(), text.matches("[2]").count()), (3, 2), "{text}");
+        assert!(text.lines().take(5).all(|line| line.len() < 100) && text.contains("asked for"), "{text}");
     }
 }

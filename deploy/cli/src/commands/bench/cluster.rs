@@ -8,11 +8,12 @@ use lockstep_proto::v1::{
 };
 
 use super::measure::TokenTimes;
-use crate::client::{Server, ServerArgs, refused};
+use crate::client::{Reached, Server, ServerArgs, answer, refused};
 
 /// A connection and the model's limits.
 pub struct ClusterTarget {
     client: InferenceClient<Server>,
+    address: String,
     model: String,
     /// For the report.
     pub description: String,
@@ -28,8 +29,8 @@ impl ClusterTarget {
     /// # Errors
     /// If the server cannot be reached or does not serve the model.
     pub async fn connect(server: &ServerArgs, name: &str) -> anyhow::Result<Self> {
-        let mut client = server.inference().await?;
-        let models = client.list_models(ListModelsRequest {}).await.map_err(|status| refused(&status))?.into_inner();
+        let Reached { mut client, address } = server.inference().await?;
+        let models = answer(&address, client.list_models(ListModelsRequest {})).await?;
         let mut named = models.models.into_iter().filter(|model| name.is_empty() || model.name == name);
         let (Some(model), None) = (named.next(), named.next()) else {
             anyhow::bail!("{} serves no model {name:?}, or several: name one with --model-name", server.server);
@@ -37,7 +38,8 @@ impl ClusterTarget {
         anyhow::ensure!(model.ready, "model {} is not ready", model.name);
         Ok(Self {
             client,
-            description: format!("{} at {}", model.name, server.server),
+            description: format!("{} at {address}", model.name),
+            address,
             model: model.name,
             vocab_size: model.vocab_size as usize,
             max_sequence_tokens: model.max_sequence_tokens as usize,
@@ -63,9 +65,9 @@ impl ClusterTarget {
         };
         let start = Instant::now();
         let call = self.client.clone().generate(request).await;
-        let mut stream = call.map_err(|status| refused(&status))?.into_inner();
+        let mut stream = call.map_err(|status| refused(&self.address, &status))?.into_inner();
         let mut tokens = Vec::with_capacity(max_tokens);
-        while let Some(response) = stream.message().await.map_err(|status| refused(&status))? {
+        while let Some(response) = stream.message().await.map_err(|status| refused(&self.address, &status))? {
             if let Some(Event::Delta(delta)) = response.event {
                 tokens.resize(tokens.len() + delta.token_ids.len(), Instant::now());
             }

@@ -24,7 +24,7 @@ use super::{
 };
 use crate::{
     UsageError,
-    client::{ApiKey, ServerArgs, refused},
+    client::{ApiKey, Reached, ServerArgs, refused},
     devices::DeviceArgs,
     logging::LogSettings,
     progress, signals,
@@ -228,11 +228,14 @@ impl Args {
 
 /// Waits for the workers to register, then loads the model and draws its progress.
 async fn load(server: ServerArgs, num_workers: usize, request: LoadModelRequest) -> anyhow::Result<()> {
-    let mut admin = server.admin().await?;
+    let Reached { mut client, address } = server.admin().await?;
     let registered = async {
         loop {
-            let cluster =
-                admin.get_cluster(GetClusterRequest {}).await.map_err(|status| refused(&status))?.into_inner();
+            let cluster = client
+                .get_cluster(GetClusterRequest {})
+                .await
+                .map_err(|status| refused(&address, &status))?
+                .into_inner();
             if cluster.workers.len() >= num_workers {
                 return anyhow::Ok(());
             }
@@ -243,8 +246,8 @@ async fn load(server: ServerArgs, num_workers: usize, request: LoadModelRequest)
         .await
         .map_err(|_| anyhow::anyhow!("not all of {num_workers} workers registered within {START_TIMEOUT:?}"))??;
     let bar = progress::bytes_bar(&format!("loading {}", request.name));
-    let mut stream = admin.load_model(request).await.map_err(|status| refused(&status))?.into_inner();
-    while let Some(progress) = stream.message().await.map_err(|status| refused(&status))? {
+    let mut stream = client.load_model(request).await.map_err(|status| refused(&address, &status))?.into_inner();
+    while let Some(progress) = stream.message().await.map_err(|status| refused(&address, &status))? {
         bar.set_length(progress.total_bytes);
         bar.set_position(progress.loaded_bytes);
         if progress.ready {
