@@ -70,31 +70,13 @@ pub fn explain(error: &(dyn Error + 'static)) -> Option<String> {
         if let Some(error) = error.downcast_ref::<rustls::Error>().or(inner) {
             return Some(words(error));
         }
-        if let Some(error) = error.downcast_ref::<h2::Error>() {
-            if error.reason() == Some(h2::Reason::INADEQUATE_SECURITY) {
-                return Some("the other end speaks TLS (https), this one clear text".to_owned());
-            }
-            if let Some(alert) = error.get_io().and_then(alert_of) {
-                return Some(words(&alert));
-            }
+        let reason = error.downcast_ref::<h2::Error>().and_then(h2::Error::reason);
+        if reason == Some(h2::Reason::INADEQUATE_SECURITY) {
+            return Some("the other end speaks TLS (https), this one clear text".to_owned());
         }
         cause = error.source();
     }
     None
-}
-
-/// The alert that came after the handshake, where TLS 1.3 answers a client's certificate. HTTP/2 keeps its text alone.
-fn alert_of(error: &io::Error) -> Option<rustls::Error> {
-    use AlertDescription as Alert;
-    let text = error.to_string();
-    let alerts = [
-        Alert::CertificateRequired,
-        Alert::UnknownCA,
-        Alert::DecryptError,
-        Alert::CertificateExpired,
-        Alert::BadCertificate,
-    ];
-    alerts.into_iter().map(rustls::Error::AlertReceived).find(|alert| alert.to_string() == text)
 }
 
 fn words(error: &rustls::Error) -> String {
