@@ -29,7 +29,7 @@ fn model(num_replicas: usize) -> ServedModel {
         let members = vec![Member { worker_id: format!("w{index}"), session: 1 }];
         let load =
             v1::LoadReplicaRequest { model: "m".into(), plan_epoch: 1, replica: index as u32, ..Default::default() };
-        let replica = Replica::new(load, part, members, WorkerClient::new(channel.clone()));
+        let replica = Replica::new(load, part, members, WorkerClient::new(channel.clone()), index);
         let others: Vec<u64> = (0..NUM_BLOCKS as u64).map(|name| name * num_replicas as u64 + index as u64).collect();
         replica.prefixes.begin(NUM_BLOCKS, &others);
         replica.advance(ReplicaState::Ready);

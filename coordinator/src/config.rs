@@ -50,6 +50,6 @@ pub struct ModelSpec {
     pub source: String,
     /// How to cut it.
     pub policy: Policy,
-    /// Plan only when so many workers are there.
+    /// Make the first plan only when so many workers are there.
     pub min_workers: usize,
 }

@@ -192,7 +192,7 @@ pub struct Replica {
     pub model: String,
     /// Version of the plan it belongs to.
     pub plan_epoch: u64,
-    /// Index in the plan.
+    /// Its number among the live replicas of the model, of whatever plan; in its own plan it is `load.replica`.
     pub index: usize,
     /// Its part of the plan.
     pub plan: ReplicaPlan,
@@ -226,11 +226,12 @@ impl Replica {
         plan: ReplicaPlan,
         members: Vec<Member>,
         leader: WorkerClient<Channel>,
+        index: usize,
     ) -> Self {
         Self {
             model: load.model.clone(),
             plan_epoch: load.plan_epoch,
-            index: load.replica as usize,
+            index,
             plan,
             load,
             members,
@@ -344,7 +345,7 @@ impl Replica {
 
     /// Whether a worker's report is about a part of it.
     pub fn is_meant_by(&self, report: &v1::ReplicaReport) -> bool {
-        report.model == self.model && report.plan_epoch == self.plan_epoch && report.replica as usize == self.index
+        report.model == self.model && report.plan_epoch == self.plan_epoch && report.replica == self.load.replica
     }
 
     /// Whether it has a rank on that registration of a worker.

@@ -182,7 +182,7 @@ impl Placement {
         self.last_tried = Some(now);
         let request = v1::RunSequenceRequest {
             plan_epoch: replica.plan_epoch,
-            replica: replica.index as u32,
+            replica: replica.load.replica,
             ..self.request.clone()
         };
         let attempt = Attempt::start(load, request, self.deadline).await.map_err(|error| (replica, error))?;

@@ -57,21 +57,22 @@ impl Reconciler {
         else {
             return;
         };
-        for (index, (replica_plan, members, clients, rank_addresses)) in parts.into_iter().enumerate() {
-            let Some((_, leader)) = clients.first().cloned() else { continue };
+        let mut indices = free_indices(&model.replicas, parts.len()).into_iter();
+        for (position, (replica_plan, members, clients, rank_addresses)) in parts.into_iter().enumerate() {
+            let Some(((_, leader), index)) = clients.first().cloned().zip(indices.next()) else { continue };
             let mut secret = vec![0; SECRET_BYTES];
             rand::rng().fill_bytes(&mut secret);
             let load = v1::LoadReplicaRequest {
                 model: name.to_owned(),
                 source: model.spec.source.clone(),
                 plan_epoch,
-                replica: index as u32,
+                replica: position as u32,
                 plan: bytes.clone().into(),
                 secret,
                 rank_addresses,
                 leader_term: 0,
             };
-            let replica = Arc::new(Replica::new(load, replica_plan.clone(), members, leader));
+            let replica = Arc::new(Replica::new(load, replica_plan.clone(), members, leader, index));
             model.replicas.push(Arc::clone(&replica));
             self.to_load.push(replica);
         }
@@ -100,6 +101,12 @@ impl Reconciler {
             self.spawn(load, |problem| Event::Loaded { replica, outcome: Err(problem) });
         }
     }
+}
+
+/// The lowest `count` numbers that no live replica has: one that goes on serving beside its successor keeps its own.
+fn free_indices(replicas: &[Arc<Replica>], count: usize) -> Vec<usize> {
+    let is_taken = |index: &usize| replicas.iter().any(|replica| replica.is_live() && replica.index == *index);
+    (0..).filter(|index| !is_taken(index)).take(count).collect()
 }
 
 /// Above every number of this process and, by the clock, of earlier ones.

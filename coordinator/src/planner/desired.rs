@@ -121,11 +121,19 @@ impl Desired {
     pub async fn ensure(&self, spec: ModelSpec) {
         let mut state = self.store.watch();
         loop {
-            let is_known = |state: &StoreState| state.desired.value.models.iter().any(|model| model.name == spec.name);
-            let Ok(known) = state.wait_for(StoreState::is_connected).await.map(|state| is_known(&state)) else {
+            let known = |state: &StoreState| state.desired.value.models.iter().find(|it| it.name == spec.name).cloned();
+            let Ok(known) = state.wait_for(StoreState::is_connected).await.map(|state| known(&state)) else {
                 return;
             };
-            let outcome = if known { Ok(false) } else { self.add(spec.clone()).await };
+            if let Some(difference) = known.as_ref().and_then(|known| difference(known, &spec)) {
+                tracing::warn!(
+                    model = spec.name,
+                    difference,
+                    "the model is desired otherwise than this coordinator's settings say: to have them count, unload it, \
+                     then start a coordinator with them"
+                );
+            }
+            let outcome = if known.is_some() { Ok(false) } else { self.add(spec.clone()).await };
             match outcome {
                 Ok(is_new) => {
                     tracing::info!(model = spec.name, is_new, "the model is desired");
@@ -175,6 +183,19 @@ pub fn desired_model(spec: &ModelSpec, attempt: u64) -> v1::DesiredModel {
     }
 }
 
+/// What of a desired model is in force and what `spec` says instead; `None` if that is the same.
+fn difference(known: &v1::DesiredModel, spec: &ModelSpec) -> Option<String> {
+    let ours = desired_model(spec, known.attempt);
+    let fields = [
+        ("model", known.source.clone(), ours.source),
+        ("policy", known.policy.clone(), ours.policy),
+        ("min_workers", known.min_workers.to_string(), ours.min_workers.to_string()),
+    ];
+    let differing = fields.iter().filter(|(_, known, ours)| known != ours);
+    let words: Vec<_> = differing.map(|(field, known, ours)| format!("{field} is {known}, not {ours}")).collect();
+    (!words.is_empty()).then(|| words.join("; "))
+}
+
 /// What is kept as a desired model; `None` if this version does not know its policy, and is to leave it alone.
 pub fn spec_of(model: &v1::DesiredModel) -> Option<ModelSpec> {
     Some(ModelSpec {
@@ -211,6 +232,15 @@ mod tests {
             }
             std::future::ready(Ok(())).boxed()
         }
+    }
+
+    #[test]
+    fn settings_that_do_not_count_are_named() {
+        let spec = ModelSpec { name: "m".into(), source: "/m".into(), policy: "auto".parse().unwrap(), min_workers: 2 };
+        let known = desired_model(&spec, 3);
+        assert_eq!(difference(&known, &spec), None);
+        let said = difference(&known, &ModelSpec { min_workers: 1, source: "/n".into(), ..spec }).unwrap();
+        assert_eq!(said, "model is /m, not /n; min_workers is 2, not 1");
     }
 
     #[tokio::test]

@@ -232,7 +232,11 @@ fn planned_model(model: &ModelState) -> v1::PlannedModel {
         if load.plan == model.plan_bytes {
             load.plan.clear();
         }
-        v1::PlannedReplica { load: Some(load), members: replica.members.iter().map(planned_member).collect() }
+        v1::PlannedReplica {
+            load: Some(load),
+            members: replica.members.iter().map(planned_member).collect(),
+            index: replica.index as u32,
+        }
     };
     v1::PlannedModel {
         spec: Some(desired_model(&model.spec, model.attempt)),
@@ -244,6 +248,7 @@ fn planned_model(model: &ModelState) -> v1::PlannedModel {
         problem: model.problem.as_ref().map_or_else(String::new, |problem| problem.public.clone()),
         problem_detail: model.problem.as_ref().map_or_else(String::new, |problem| problem.detail.clone()),
         failed_attempts: model.failed_attempts,
+        has_started: model.has_started,
     }
 }
 

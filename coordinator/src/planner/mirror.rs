@@ -57,7 +57,7 @@ impl Reconciler {
         }
         for model in self.models.values_mut() {
             model.removal = None;
-            model.has_served |= model.num_ready() > 0;
+            model.note_service();
         }
     }
 
@@ -126,6 +126,7 @@ impl ModelState {
         let problem = || Problem::new(planned.problem.clone(), planned.problem_detail.clone());
         self.problem = (!planned.problem.is_empty()).then(problem);
         self.failed_attempts = planned.failed_attempts;
+        self.has_started = planned.has_started;
     }
 }
 
@@ -176,7 +177,7 @@ fn replica_of(
     let members = members(planned);
     let (clients, plan) = (super::worker_calls::clients_of(workers, &members)?, plan_of(&load)?);
     let (_, leader) = clients.into_iter().next()?;
-    let replica = Replica::new(load, plan, members, leader);
+    let replica = Replica::new(load, plan, members, leader, planned.index as usize);
     let is_broken = |report: &v1::ReplicaReport| replica.is_meant_by(report) && !report.problem.is_empty();
     let has_broken = replica
         .members

@@ -10,6 +10,7 @@ mod model_state;
 mod orders;
 mod reconciler;
 mod reports;
+mod starts;
 mod topology;
 mod unloads;
 mod worker_calls;

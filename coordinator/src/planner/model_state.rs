@@ -56,6 +56,8 @@ pub struct ModelState {
     pub last_break: Option<Problem>,
     /// A replica took requests.
     pub has_served: bool,
+    /// It has served since there was a worker at all: the workers that are left are planned for, however few.
+    pub has_started: bool,
     /// Attempts that failed in a row; a replica that failed soon counts as one.
     pub failed_attempts: u32,
     /// The worker that the next plan does without if it can: one of a replica that could not be loaded.
@@ -84,6 +86,7 @@ impl ModelState {
             problem: None,
             last_break: None,
             has_served: false,
+            has_started: false,
             failed_attempts: 0,
             avoided: None,
             retry_at: None,
@@ -189,9 +192,22 @@ impl ModelState {
         self.avoided = replica.members.get(turn).map(|member| member.worker_id.clone());
     }
 
+    /// Notes that it serves, if it does.
+    pub fn note_service(&mut self) {
+        let serves = self.num_ready() > 0;
+        self.has_served |= serves;
+        self.has_started |= serves;
+    }
+
+    /// Without so many workers nothing is planned: `min_workers` holds back the first plan only, since what has served is
+    /// to go on wherever it can.
+    pub fn num_needed_workers(&self) -> usize {
+        if self.has_started || self.num_staying() > 0 { 1 } else { self.spec.min_workers.max(1) }
+    }
+
     /// Forgets the problem if every wanted replica serves. Failed attempts count until one has served for a while.
     pub fn note_progress(&mut self) {
-        self.has_served |= self.num_ready() > 0;
+        self.note_service();
         if self.staying().filter(|replica| replica.is_ready()).count() >= self.wanted_replicas.unwrap_or(1) {
             self.problem = None;
             self.last_break = None;

@@ -62,6 +62,8 @@ pub struct Reconciler {
     /// Replicas whose load was not started.
     pub(super) to_load: Vec<Arc<Replica>>,
     is_leading: bool,
+    /// Since when this coordinator plans and there is no worker.
+    pub(super) deserted_since: Option<Instant>,
     tasks: JoinSet<Event>,
 }
 
@@ -87,6 +89,7 @@ impl Reconciler {
             last_epoch: 0,
             to_load: Vec::new(),
             is_leading: false,
+            deserted_since: None,
             tasks: JoinSet::new(),
         }
     }
@@ -123,7 +126,9 @@ impl Reconciler {
         self.ledger.refresh();
         self.follow_workers(live);
         reports::break_reported(&self.models, live);
-        if self.leads(live, now) {
+        let leads = self.leads(live, now);
+        self.note_desertion(leads, now);
+        if leads {
             self.drain_replicas(live, now);
             self.free_unwanted(live, now);
             self.remove_unloaded();
@@ -308,7 +313,7 @@ impl Reconciler {
                     session: member.session,
                     model: replica.model.clone(),
                     plan_epoch: replica.plan_epoch,
-                    replica: replica.index as u32,
+                    replica: replica.load.replica,
                 }));
             }
         }
@@ -339,7 +344,7 @@ impl Reconciler {
             let usable = || self.workers.iter().filter(|(_, known)| known.has_reported && !known.is_draining);
             let num_usable = usable().count();
             let Some(model) = self.models.get(&name) else { continue };
-            let needed = if model.num_staying() == 0 { model.spec.min_workers.max(1) } else { 1 };
+            let needed = model.num_needed_workers();
             if num_usable < needed {
                 self.note(&name, |model| model.note_waiting_for_workers(num_usable, needed));
                 continue;

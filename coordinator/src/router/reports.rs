@@ -65,7 +65,7 @@ async fn read(replica: &Replica) -> Result<(), Status> {
     let request = v1::FollowPrefixesRequest {
         model: replica.model.clone(),
         plan_epoch: replica.plan_epoch,
-        replica: replica.index as u32,
+        replica: replica.load.replica,
     };
     let mut reports: Streaming<PrefixChanges> = replica.leader.clone().follow_prefixes(request).await?.into_inner();
     let first = reports.message().await?.unwrap_or_default();

@@ -54,6 +54,9 @@ async fn the_last_replica_serves_until_its_successor_does() {
     drain(&workers[0], LONG);
     // None is refused meanwhile.
     while !is_ready_on(&coordinator, "w1").await {
+        let replicas = status(&coordinator).await.models.remove(0).replicas;
+        let numbers: std::collections::BTreeSet<u32> = replicas.iter().map(|it| it.replica).collect();
+        assert_eq!(numbers.len(), replicas.len(), "the successor has a number of its own: {replicas:?}");
         assert_eq!(generate(&coordinator, 5).await.text, "hello");
     }
     assert_eq!(collect(stream).await.unwrap().token_ids.len(), 150);

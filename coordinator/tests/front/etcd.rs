@@ -175,6 +175,24 @@ async fn any_coordinator_serves_and_obeys_and_the_next_leads_on() {
 }
 
 #[tokio::test]
+async fn who_takes_over_plans_for_survivors_however_few() {
+    let etcd = Etcd::start(1).unwrap();
+    let first = Coordinator::start(shared(&etcd, "a", "replicas=1", 2)).await;
+    let workers = [Registered::start("w0", &etcd).await, Registered::start("w1", &etcd).await];
+    first.wait_ready(true).await;
+    let used = model(&first).await.unwrap().replicas[0].ranks[0].worker_id.clone();
+    first.shutdown.cancel();
+    first.ended.await.unwrap().unwrap();
+    let [w0, w1] = workers;
+    let left = if used == "w0" { (drop(w0), w1).1 } else { (drop(w1), w0).1 };
+    let num_loads = left.num_loads();
+    // One that has never seen it serve.
+    let second = Coordinator::start(shared(&etcd, "b", "replicas=1", 2)).await;
+    eventually("a plan on the worker that is left", || left.num_loads() == num_loads + 1).await;
+    second.wait_ready(true).await;
+}
+
+#[tokio::test]
 async fn what_serves_goes_on_while_etcd_is_away() {
     let mut etcd = Etcd::start(1).unwrap();
     let coordinator = Coordinator::start(shared(&etcd, "a", "tensor=1", 1)).await;

@@ -59,6 +59,34 @@ async fn dead_worker_ends_streams_with_a_reason_and_a_new_one_is_planned_for() {
 }
 
 #[tokio::test]
+async fn survivors_are_planned_for_however_few_and_a_new_start_is_waited_with() {
+    let (coordinator, mut workers) = cluster(2, config("replicas=1", 2)).await;
+    let leader = cluster_status(&coordinator).await.models[0].replicas[0].ranks[0].worker_id.clone();
+    drop(workers.remove(leader.strip_prefix('w').unwrap().parse().unwrap()));
+    let end = Instant::now() + Duration::from_secs(5);
+    loop {
+        let model = cluster_status(&coordinator).await.models.remove(0);
+        let ready = |replica: &v1::ReplicaStatus| {
+            replica.state() == v1::ReplicaState::Ready && replica.ranks.iter().all(|rank| rank.worker_id != leader)
+        };
+        if model.replicas.iter().any(ready) {
+            break;
+        }
+        assert!(Instant::now() < end, "no plan on the worker that is left: {model:?}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    // When all are gone the first that comes is not to get a plan for itself.
+    workers.clear();
+    tokio::time::sleep(Duration::from_millis(2500)).await;
+    let _first = StubWorker::start("w2", coordinator.grpc).await;
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    let problem = cluster_status(&coordinator).await.models.remove(0).problem;
+    assert!(problem.contains("waits for workers: 1 of 2"), "{problem}");
+    let _second = StubWorker::start("w3", coordinator.grpc).await;
+    coordinator.wait_ready(true).await;
+}
+
+#[tokio::test]
 async fn silent_worker_loses_its_lease() {
     let (coordinator, workers) = cluster(1, impatient("tensor=1", 1)).await;
     slow_down(&workers);

@@ -72,7 +72,7 @@ struct Settings {
     /// How to cut the model: auto, tensor=N, pipeline=N, hybrid=TPxPP, replicas=N [default: auto]
     #[arg(long, env = "LOCKSTEP_POLICY")]
     policy: Option<String>,
-    /// Plan only when so many workers are there [default: 1]
+    /// Make the first plan only when so many workers are there [default: 1]
     #[arg(long, env = "LOCKSTEP_MIN_WORKERS", value_name = "N")]
     min_workers: Option<usize>,
     /// Longest sequence served, prompt and output together [default: the model's]
