@@ -39,7 +39,7 @@ define_metrics! {
     #[derive(Debug)]
     pub struct Metrics {
         registered: Gauge = "lockstep_worker_registered",
-            "1 while the coordinator holds the registration, else 0";
+            "1 while a coordinator holds the registration or, with etcd, reaches the worker, else 0";
         draining: Gauge = "lockstep_worker_draining",
             "1 from the order to stop on, else 0";
         certificate_expiry: Gauges = "lockstep_worker_certificate_expiry_timestamp_seconds" ["certificate"],

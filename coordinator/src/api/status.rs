@@ -23,7 +23,18 @@ pub fn cluster(live: &Workers, models: &ModelTable, store: Option<&dyn PlanStore
             .drain_deadline()
             .map_or(0.0, |deadline| deadline.saturating_duration_since(Instant::now()).as_secs_f64() * 1e3),
         num_requests: num_requests(record, models),
+        problem: String::new(),
     });
+    let unreachable = store.map(PlanStore::unreachable).unwrap_or_default();
+    let unreachable = unreachable.iter().filter(|(hello, _)| !live.contains_key(&hello.worker_id));
+    let workers = workers.chain(unreachable.map(|(hello, problem)| v1::WorkerStatus {
+        worker_id: hello.worker_id.clone(),
+        address: hello.address.clone(),
+        host: hello.host.clone(),
+        devices: hello.devices.iter().map(device_status).collect(),
+        problem: problem.clone(),
+        ..Default::default()
+    }));
     let models = models.values().map(|model| model_status(model, live));
     v1::GetClusterResponse { workers: workers.collect(), models: models.collect(), registry: store.map(store::status) }
 }
@@ -125,7 +136,7 @@ pub fn to_json(cluster: &v1::GetClusterResponse) -> Value {
             "worker_id": worker.worker_id, "address": worker.address, "host": worker.host,
             "devices": devices.collect::<Vec<_>>(), "draining": worker.draining,
             "heartbeat_age_ms": worker.heartbeat_age_ms, "drain_left_ms": worker.drain_left_ms,
-            "num_requests": worker.num_requests,
+            "num_requests": worker.num_requests, "problem": worker.problem,
         })
     });
     let models = cluster.models.iter().map(|model| {

@@ -132,6 +132,11 @@ pub trait PlanStore: Send + Sync + 'static {
     /// What is known of it, now and after every change.
     fn watch(&self) -> watch::Receiver<StoreState>;
 
+    /// The workers that are registered there and cannot be reached, with the reason for each.
+    fn unreachable(&self) -> Vec<(Arc<v1::WorkerHello>, String)> {
+        Vec::new()
+    }
+
     /// Writes a value. Once this is done the state shows it.
     fn write(&self, write: Write) -> BoxFuture<'static, Result<(), StoreError>>;
 }

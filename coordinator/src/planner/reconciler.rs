@@ -3,13 +3,7 @@
 //! nothing is planned while a call that frees a part runs, nor with the devices of a worker that did not free one; what a
 //! worker holds and nobody wants is freed.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    future::Future,
-    panic::AssertUnwindSafe,
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::BTreeMap, future::Future, panic::AssertUnwindSafe, sync::Arc, time::Duration};
 
 use futures::FutureExt;
 use lockstep_sharding::{Explanation, PlanError, Topology};
@@ -356,7 +350,7 @@ impl Reconciler {
                 (Some(description), _) => {
                     let replicas: Vec<&Replica> =
                         self.models.values().flat_map(|model| &model.replicas).map(Arc::as_ref).collect();
-                    let cluttered = self.cluttered_workers(live);
+                    let cluttered = self.unloads.cluttered(reports::unwanted_parts(&self.models, live));
                     let is_usable = |id: &String| usable().any(|(other, _)| other == id) && !cluttered.contains(id);
                     let topology = topology::topology(&name, live, is_usable, &replicas);
                     if topology.devices.is_empty() {
@@ -403,12 +397,6 @@ impl Reconciler {
         self.attempt(name.clone(), async move {
             Event::Described { model: name, outcome: worker_calls::describe(client, source).await }
         });
-    }
-
-    /// Workers that still hold what nobody wants: an attempt to free it has failed.
-    fn cluttered_workers(&self, live: &Workers) -> BTreeSet<String> {
-        let unwanted = reports::unwanted_parts(&self.models, live);
-        unwanted.into_iter().filter(|part| !self.unloads.is_freed(part)).map(|part| part.worker_id).collect()
     }
 
     fn attempt(&mut self, name: String, task: impl Future<Output = Event> + Send + 'static) {

@@ -1,7 +1,10 @@
 //! Which parts workers were told to free. Plain state; time is passed in.
 //! Invariant: a part is asked for once at a time, and again only after a while: heartbeats may still show what is gone.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
 use tokio::time::Instant;
 
@@ -34,6 +37,11 @@ struct End {
 pub struct Unloads(BTreeMap<Part, Option<End>>);
 
 impl Unloads {
+    /// The workers that still hold what nobody wants: an attempt to free it has failed.
+    pub fn cluttered(&self, unwanted: Vec<Part>) -> BTreeSet<String> {
+        unwanted.into_iter().filter(|part| !self.is_freed(part)).map(|part| part.worker_id).collect()
+    }
+
     /// Whether a call for `part` should start now; notes that it does.
     pub fn start(&mut self, part: &Part, now: Instant) -> bool {
         self.0.retain(|_, end| end.as_ref().is_none_or(|end| now < end.at + RETRY));

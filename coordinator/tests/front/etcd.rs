@@ -5,7 +5,10 @@ use std::time::{Duration, Instant};
 use lockstep_coordinator::CoordinatorConfig;
 use lockstep_etcd::{Endpoints, EtcdSettings, Lease, etcd_client::PutOptions};
 use lockstep_proto::{Message, status::Class, v1};
-use lockstep_tests::Etcd;
+use lockstep_tests::{
+    Etcd,
+    certificates::{Authority, Folder},
+};
 use lockstep_transport::TlsFiles;
 use tokio::task::JoinHandle;
 
@@ -190,6 +193,35 @@ async fn who_takes_over_plans_for_survivors_however_few() {
     let second = Coordinator::start(shared(&etcd, "b", "replicas=1", 2)).await;
     eventually("a plan on the worker that is left", || left.num_loads() == num_loads + 1).await;
     second.wait_ready(true).await;
+}
+
+#[tokio::test]
+async fn a_worker_that_cannot_be_reached_is_shown_with_the_reason() {
+    let etcd = Etcd::start(1).unwrap();
+    let (folder, authority) = (Folder::new().unwrap(), Authority::new().unwrap());
+    let cluster_tls = Some(folder.member("us", &authority).unwrap());
+    let coordinator = Coordinator::start(CoordinatorConfig { cluster_tls, ..shared(&etcd, "a", "tensor=1", 1) }).await;
+    // It has no certificates of the cluster.
+    let worker = Registered::start("w0", &etcd).await;
+    let end = Instant::now() + Duration::from_secs(10);
+    let workers = async || {
+        let cluster = coordinator.admin().await.get_cluster(v1::GetClusterRequest {}).await.unwrap();
+        cluster.into_inner().workers
+    };
+    let problem = loop {
+        if let Some(worker) = workers().await.pop() {
+            break worker.problem;
+        }
+        assert!(Instant::now() < end, "nothing is said of the worker");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    };
+    println!("{problem}");
+    assert!(!problem.is_empty());
+    drop(worker);
+    while !workers().await.is_empty() {
+        assert!(Instant::now() < end, "its key is gone");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
 }
 
 #[tokio::test]

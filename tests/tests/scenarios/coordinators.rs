@@ -6,7 +6,9 @@ use std::{
 };
 
 use lockstep_proto::v1::{self, GenerateRequest, GetClusterRequest, generate_response::Event};
-use lockstep_tests::{Client, Output, SharedCluster, environment, network::Node, process};
+use lockstep_tests::{
+    Client, Output, SharedCluster, environment, etcd::free_ports, http, network::Node, process, shared::Members,
+};
 use tokio::{io::AsyncReadExt, sync::watch, task::JoinHandle};
 use tonic::Status;
 
@@ -234,4 +236,26 @@ async fn a_killed_worker_comes_back_before_its_lease_ends() {
     println!("a killed worker serves again after {:.2} s", killed.elapsed().as_secs_f64());
     assert!(killed.elapsed() < LEASE_REST, "{:?}\n{}", killed.elapsed(), cluster.log());
     check_same(&undisturbed, &client.generate(three_requests()[0].clone()).await.unwrap(), "the worker that came back");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_no_coordinator_reaches_is_not_ready() {
+    let http = format!("127.0.0.1:{}", free_ports(1).unwrap()[0]);
+    // It listens elsewhere than it says.
+    let worker_arguments = &["--listen=127.0.0.1:0", "--advertise-host=127.0.0.2", &format!("--http-listen={http}")];
+    let (num_coordinators, num_workers, min_workers, policy) = (1, 1, 1, "tensor=1");
+    let members = Members { num_coordinators, num_workers, min_workers, policy, worker_arguments };
+    let cluster = SharedCluster::start_members(members).unwrap();
+    let end = Instant::now() + process::PATIENCE;
+    while !cluster.log().contains("cannot be reached") {
+        assert!(Instant::now() < end, "{}", cluster.log());
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    let readiness = http::get(&http, "/readyz").await.unwrap_err().to_string();
+    assert!(readiness.contains("no coordinator has reached it"), "{readiness}");
+    assert!(http::get(&http, "/metrics").await.unwrap().contains("lockstep_worker_registered 0"));
+    let status = cluster.client(0).await.unwrap().admin.get_cluster(GetClusterRequest {}).await.unwrap();
+    let worker = status.into_inner().workers.remove(0);
+    println!("{}", worker.problem);
+    assert!(!worker.problem.is_empty() && worker.worker_id == "worker-0", "{worker:?}");
 }

@@ -26,6 +26,8 @@ const DRAIN_SECS: &str = "1";
 const SHORT_DRAIN: &str = "--drain-timeout-secs=0.5";
 /// From the stop of an idle rank to a replica that is not ready.
 const LONGEST_DETECTION: Duration = Duration::from_secs(5);
+/// From SIGTERM to all to the end of the last, where nothing runs.
+const LONGEST_END: Duration = Duration::from_secs(12);
 /// What a move at the deadline may cost a stream.
 const LONGEST_GAP: Duration = Duration::from_secs(3);
 
@@ -54,6 +56,10 @@ async fn restarted(cluster: &Cluster, index: usize, pid: u64) {
 /// Tells a member to end, and waits until it has, well.
 async fn terminate(cluster: &mut SharedCluster, node: Node) {
     signal("-TERM", &cluster.pid(node).unwrap().to_string());
+    ended_well(cluster, node).await;
+}
+
+async fn ended_well(cluster: &mut SharedCluster, node: Node) {
     let end = Instant::now() + PATIENCE;
     loop {
         if let Some(status) = cluster.ended(node).unwrap() {
@@ -123,6 +129,22 @@ async fn a_rolling_restart_of_all_loses_nothing() {
     let (num_complete, num_refused) = streams.end(|| cluster.log()).await;
     println!("rolling restart of all: {num_complete} streams as undisturbed, sent elsewhere {num_refused} times");
     assert!(!cluster.log().contains("sequences are cut off"), "{}", cluster.log());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn all_that_are_told_to_end_at_once_do_so() {
+    let mut cluster = SharedCluster::start(2, 2, "tensor=1,replicas=2").unwrap();
+    ready_replicas(&cluster.client(0).await.unwrap(), 2).await;
+    let all = [Node::Coordinator(0), Node::Coordinator(1), Node::Worker(0), Node::Worker(1)];
+    let begin = Instant::now();
+    for node in all {
+        signal("-TERM", &cluster.pid(node).unwrap().to_string());
+    }
+    for node in all {
+        ended_well(&mut cluster, node).await;
+    }
+    println!("all have ended after {:.1?}", begin.elapsed());
+    assert!(begin.elapsed() < LONGEST_END && !cluster.log().contains("drain timed out"), "{}", cluster.log());
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -146,9 +146,11 @@ impl Worker for WorkerService {
         }
         let mut interval = tokio::time::interval(Duration::from_millis(period_ms.into()));
         interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        let heartbeats = stream::unfold((Arc::clone(&self.0), interval), |(state, mut interval)| async move {
+        let follower = self.0.followers.join();
+        let followed = (Arc::clone(&self.0), interval, follower);
+        let heartbeats = stream::unfold(followed, |(state, mut interval, follower)| async move {
             state.closing.run_until_cancelled(interval.tick()).await?;
-            Some((Ok(state.heartbeat()), (state, interval)))
+            Some((Ok(state.heartbeat()), (state, interval, follower)))
         });
         Ok(Response::new(Box::pin(heartbeats)))
     }

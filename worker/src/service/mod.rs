@@ -1,7 +1,9 @@
 //! The worker's gRPC service and its life: bind, register, serve, drain.
 //!
 //! - `grpc`: the service itself. `replicas`: the parts held. `wire`: validation and conversion. `probe`: what HTTP asks.
+//! - `followers`: who listens to its heartbeats.
 
+mod followers;
 mod grpc;
 mod probe;
 mod replicas;
@@ -33,16 +35,18 @@ use tokio::net::TcpListener;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::{Status, transport::Server};
 
-use self::{grpc::WorkerService, replicas::Replicas};
+use self::{followers::Followers, grpc::WorkerService, replicas::Replicas};
 use crate::{
-    WorkerConfig, WorkerError, collective::LinkListener, devices::LocalDevices, metrics::Metrics,
-    registration::Registration,
+    WorkerConfig, WorkerError, collective::LinkListener, config::RegistryAddress, devices::LocalDevices,
+    metrics::Metrics, registration::Registration,
 };
 
 /// How often the end of a drain is looked for.
 const DRAIN_POLL: Duration = Duration::from_millis(50);
 /// After the drain timeout, so long the coordinator has to move what still runs and to take the parts back.
 const HANDOVER: Duration = Duration::from_secs(3);
+/// So long a coordinator that follows the heartbeats no more may only have lost the connection.
+const ABSENCE: Duration = Duration::from_secs(3);
 /// How long connections may take to close after the drain.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -63,6 +67,8 @@ pub(crate) struct WorkerState {
     leader_term: AtomicU64,
     drain_started: OnceLock<Instant>,
     is_registered: AtomicBool,
+    /// Coordinators that found it in etcd.
+    pub followers: Arc<Followers>,
 }
 
 impl WorkerState {
@@ -107,8 +113,17 @@ impl WorkerState {
         }
     }
 
-    /// Whether the coordinator, or etcd, holds this worker's registration.
+    /// Whether a coordinator has taken this worker: it holds the registration, or has found it in etcd and reached it.
     pub fn is_registered(&self) -> bool {
+        let is_reached = match self.config.registry {
+            RegistryAddress::Coordinator(_) => true,
+            RegistryAddress::Etcd(_) => self.followers.are_there(ABSENCE),
+        };
+        self.is_entered() && is_reached
+    }
+
+    /// Whether the coordinator, or etcd, holds this worker's registration.
+    pub fn is_entered(&self) -> bool {
         self.is_registered.load(Ordering::Relaxed)
     }
 
@@ -151,6 +166,7 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> Result<()
         leader_term: AtomicU64::new(0),
         drain_started: OnceLock::new(),
         is_registered: AtomicBool::new(false),
+        followers: Arc::default(),
     });
     let closing = state.closing.clone();
     // However this function is left, the tasks that it started end.
@@ -220,7 +236,8 @@ fn server_error<E: std::fmt::Display>(ended: Result<Result<(), E>, tokio::task::
 
 /// Waits until the running sequences are done and the coordinator, which the next heartbeat tells of the drain, has taken
 /// back the parts held here. It does so when their requests have finished or, after the drain timeout, gone on elsewhere.
-/// Until then it may send requests, also where another worker leads. Without a registration no coordinator sends any.
+/// Until then it may send requests, also where another worker leads. Without a registration, or with no coordinator left,
+/// nobody sends any.
 async fn drain(state: &WorkerState) {
     let timeout = state.config.drain_timeout + HANDOVER;
     let withdrawn = async {
@@ -229,7 +246,10 @@ async fn drain(state: &WorkerState) {
         }
     };
     if tokio::time::timeout(timeout, withdrawn).await.is_err() {
-        tracing::warn!(?timeout, running = state.running.len(), "drain timed out, sequences are cut off");
+        match state.running.len() {
+            0 => tracing::warn!(?timeout, "drain timed out: nothing runs, but no coordinator took the parts back"),
+            running => tracing::warn!(?timeout, running, "drain timed out, sequences are cut off"),
+        }
     }
 }
 

@@ -11,6 +11,7 @@ use lockstep_telemetry::{
 };
 
 use super::{WorkerState, replicas::PartState};
+use crate::config::RegistryAddress;
 
 impl Probe for WorkerState {
     fn readiness(&self) -> Result<(), String> {
@@ -18,7 +19,14 @@ impl Probe for WorkerState {
             return Err("the worker is draining".to_owned());
         }
         if !self.is_registered() {
-            return Err("the worker is not registered with its coordinator".to_owned());
+            let missing = match self.config.registry {
+                RegistryAddress::Etcd(_) if self.is_entered() => {
+                    "the worker is registered in etcd, but no coordinator has reached it: their logs say why"
+                }
+                RegistryAddress::Etcd(_) => "the worker is not registered in etcd",
+                RegistryAddress::Coordinator(_) => "the worker is not registered with its coordinator",
+            };
+            return Err(missing.to_owned());
         }
         let states = self.replicas.states();
         if states.contains(&PartState::Loading) {

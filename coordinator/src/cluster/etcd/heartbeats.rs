@@ -3,10 +3,15 @@
 //! long as they do, since its lease may have ended only because etcd was away. A worker that comes back after it was
 //! lost is entered again.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
 
 use lockstep_proto::{status::Class, v1};
-use lockstep_transport::Outbound;
+use lockstep_telemetry::rarely::Rarely;
+use lockstep_transport::{Outbound, explain};
 use tokio::{sync::watch, time::Instant};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::Streaming;
@@ -23,8 +28,13 @@ const GRACE: Duration = Duration::from_secs(15);
 const TICK: Duration = Duration::from_millis(250);
 /// Waits before a worker that does not answer is asked again, doubled from the first to the last.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
+/// A worker that could not be reached for so long is said to be out of reach.
+const PERSISTENT: Duration = Duration::from_secs(2);
 /// Silence is counted in so many parts, so that a pause of this process counts as one of them and not as the worker's.
 const PARTS: u32 = 4;
+
+/// The workers by id that are registered and cannot be reached, and why.
+pub type Unreachable = Arc<Mutex<BTreeMap<String, (Arc<v1::WorkerHello>, String)>>>;
 
 /// A worker that is followed until this is dropped.
 struct Followed {
@@ -38,6 +48,7 @@ struct Followed {
 pub struct Heartbeats {
     entries: watch::Receiver<Entries>,
     workers: watch::Sender<Workers>,
+    unreachable: Unreachable,
     silence: Duration,
     outbound: Outbound,
     followed: BTreeMap<String, Followed>,
@@ -48,10 +59,11 @@ impl Heartbeats {
     pub fn new(
         entries: watch::Receiver<Entries>,
         workers: watch::Sender<Workers>,
+        unreachable: Unreachable,
         silence: Duration,
         outbound: Outbound,
     ) -> Self {
-        Self { entries, workers, silence, outbound, followed: BTreeMap::new() }
+        Self { entries, workers, unreachable, silence, outbound, followed: BTreeMap::new() }
     }
 
     /// Follows them until `closing` fires.
@@ -91,6 +103,7 @@ impl Heartbeats {
             tracing::info!(worker_id, "registration ended");
             self.followed.remove(&worker_id);
             forget(&self.workers, &worker_id);
+            self.unreachable.lock().unwrap_or_else(PoisonError::into_inner).remove(&worker_id);
         }
         for (worker_id, entry) in entries.iter() {
             if !self.followed.contains_key(worker_id) {
@@ -106,6 +119,7 @@ impl Heartbeats {
             hello: Arc::new(entry.hello.clone().unwrap_or_default()),
             session: entry.session,
             workers: self.workers.clone(),
+            unreachable: Arc::clone(&self.unreachable),
             silence: self.silence,
             outbound: self.outbound.clone(),
             stop: stop.clone(),
@@ -124,6 +138,7 @@ struct Follower {
     hello: Arc<v1::WorkerHello>,
     session: u64,
     workers: watch::Sender<Workers>,
+    unreachable: Unreachable,
     silence: Duration,
     outbound: Outbound,
     stop: CancellationToken,
@@ -132,20 +147,39 @@ struct Follower {
 impl Follower {
     async fn run(self) {
         let stop = self.stop.clone();
-        let mut backoff = BACKOFF.0;
+        let (mut backoff, mut since, mut rarely) = (BACKOFF.0, None, Rarely::default());
         let worker_id = &self.hello.worker_id;
         let follow = async {
             loop {
                 // A connection may break while the worker lives: it is lost if it cannot be reached at once.
-                while let Ok(heartbeats) = self.connect().await {
-                    backoff = BACKOFF.0;
-                    if self.listen(heartbeats).await.is_break() {
-                        break;
+                let reason = loop {
+                    match self.connect().await {
+                        Ok(heartbeats) => {
+                            (backoff, since) = (BACKOFF.0, None);
+                            if self.listen(heartbeats).await.is_break() {
+                                break "no heartbeats come from it".to_owned();
+                            }
+                            tokio::time::sleep(BACKOFF.0).await;
+                        }
+                        Err(reason) => break reason,
                     }
-                    tokio::time::sleep(BACKOFF.0).await;
-                }
+                };
                 if self.forget() {
-                    tracing::info!(worker_id, "no heartbeats come from the worker");
+                    tracing::info!(worker_id, reason, "no heartbeats come from the worker");
+                }
+                let address = &self.hello.address;
+                let failing_since = *since.get_or_insert_with(Instant::now);
+                // One that ends well takes its key back by then.
+                if failing_since.elapsed() >= PERSISTENT {
+                    if rarely.is_due(&reason) {
+                        tracing::warn!(
+                            worker_id,
+                            address,
+                            reason,
+                            "a worker that is registered in etcd cannot be reached"
+                        );
+                    }
+                    self.note_unreachable(reason);
                 }
                 tokio::time::sleep(backoff).await;
                 backoff = (backoff * 2).min(BACKOFF.1);
@@ -165,8 +199,10 @@ impl Follower {
             Ok::<_, tonic::Status>((heartbeats, first.ok_or_else(|| Class::Cancelled.status("it ended"))?))
         };
         let first = tokio::time::timeout(self.silence, first).await.map_err(|_| "it does not answer".to_owned())?;
-        let (heartbeats, first) = first.map_err(|status| status.message().to_owned())?;
+        let words = |status: tonic::Status| explain(&status).unwrap_or_else(|| status.message().to_owned());
+        let (heartbeats, first) = first.map_err(words)?;
         self.note(first);
+        self.unreachable.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.hello.worker_id);
         Ok(heartbeats)
     }
 
@@ -184,6 +220,14 @@ impl Follower {
             }
         }
         std::ops::ControlFlow::Break(())
+    }
+
+    fn note_unreachable(&self, reason: String) {
+        let mut unreachable = self.unreachable.lock().unwrap_or_else(PoisonError::into_inner);
+        // Whoever stopped this has taken the worker out.
+        if !self.stop.is_cancelled() {
+            unreachable.insert(self.hello.worker_id.clone(), (Arc::clone(&self.hello), reason));
+        }
     }
 
     fn note(&self, heartbeat: v1::Heartbeat) {

@@ -13,16 +13,20 @@ mod session;
 mod uses;
 mod view;
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, PoisonError},
+    time::Duration,
+};
 
 use futures::{FutureExt, future::BoxFuture};
 use lockstep_etcd::EtcdSettings;
+use lockstep_proto::v1;
 use lockstep_transport::Outbound;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
 use self::{
-    heartbeats::Heartbeats,
+    heartbeats::{Heartbeats, Unreachable},
     session::{Ends, Session},
     uses::Uses,
     view::Entries,
@@ -42,6 +46,7 @@ type Reply = oneshot::Sender<Result<(), StoreError>>;
 pub struct EtcdRegistry {
     id: String,
     workers: watch::Receiver<Workers>,
+    unreachable: Unreachable,
     state: watch::Receiver<StoreState>,
     writes: mpsc::Sender<(Write, Reply)>,
 }
@@ -75,8 +80,15 @@ impl EtcdRegistry {
         let entries = watch::Sender::new(Entries::default());
         let workers = watch::Sender::new(Workers::default());
         let (sender, writes) = mpsc::channel(WRITE_QUEUE);
-        let registry = Self { id: id.clone(), workers: workers.subscribe(), state: state.subscribe(), writes: sender };
-        let heartbeats = Heartbeats::new(entries.subscribe(), workers, silence, outbound);
+        let unreachable = Unreachable::default();
+        let registry = Self {
+            id: id.clone(),
+            workers: workers.subscribe(),
+            unreachable: unreachable.clone(),
+            state: state.subscribe(),
+            writes: sender,
+        };
+        let heartbeats = Heartbeats::new(entries.subscribe(), workers, unreachable, silence, outbound);
         tokio::spawn(heartbeats.follow(closing.clone()));
         let ended = Session::new(id, settings, Uses::new(tenants), Ends { state, entries, writes }).start(closing)?;
         Ok((Arc::new(registry), ended))
@@ -98,6 +110,10 @@ impl PlanStore for EtcdRegistry {
         self.state.clone()
     }
 
+    fn unreachable(&self) -> Vec<(Arc<v1::WorkerHello>, String)> {
+        self.unreachable.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+    }
+
     fn write(&self, write: Write) -> BoxFuture<'static, Result<(), StoreError>> {
         if let Link::Away { reason, .. } = &self.state.borrow().link {
             return std::future::ready(Err(StoreError::Away(reason.clone()))).boxed();
@@ -115,7 +131,6 @@ impl PlanStore for EtcdRegistry {
 
 #[cfg(test)]
 mod tests {
-    use lockstep_proto::v1;
     use lockstep_tests::Etcd;
     use lockstep_transport::TlsFiles;
     use tokio::time::Instant;

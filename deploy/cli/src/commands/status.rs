@@ -116,7 +116,10 @@ fn render_registry(registry: &RegistryStatus) -> String {
 
 /// What a worker does, and while it drains what is left.
 fn worker_state(worker: &WorkerStatus) -> String {
-    let WorkerStatus { draining, num_requests, drain_left_ms, .. } = worker;
+    let WorkerStatus { draining, num_requests, drain_left_ms, problem, .. } = worker;
+    if !problem.is_empty() {
+        return format!("unreachable: {problem}");
+    }
     match (draining, num_requests) {
         (false, _) => String::from("ready"),
         (true, 0) => String::from("draining: no requests"),
