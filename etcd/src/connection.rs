@@ -69,6 +69,29 @@ impl EtcdError {
             _ => false,
         }
     }
+
+    /// The settings to look at, if etcd and this process do not trust each other: time alone does not mend that.
+    pub fn setting(&self) -> Option<&'static str> {
+        const TLS: &str = "etcd_ca, etcd_cert, etcd_key";
+        const PASSWORD: &str = "etcd_username, etcd_password_file";
+        match self {
+            Self::Tls(_) => Some(TLS),
+            Self::Password { .. } => Some("etcd_password_file"),
+            Self::Client { source, .. } => match source.as_ref() {
+                etcd_client::Error::TransportError(cause) => explain(cause).map(|_| TLS),
+                etcd_client::Error::GRpcStatus(status) => {
+                    // Codes of gRPC: permission denied, unauthenticated. A wrong password is an invalid argument to etcd.
+                    let is_refused = matches!(status.code() as i32, 7 | 16)
+                        || ["authentication failed", "user name is empty"]
+                            .iter()
+                            .any(|it| status.message().contains(it));
+                    if is_refused { Some(PASSWORD) } else { explain(status).map(|_| TLS) }
+                }
+                _ => None,
+            },
+            _ => None,
+        }
+    }
 }
 
 /// The endpoints in turn.
@@ -235,6 +258,7 @@ mod tests {
         attempt(&known).await.unwrap();
         let untrusted = "comes from no authority that is trusted here";
         assert!(problem(&unknown).await.contains(untrusted), "the system's authorities did not sign it");
+        assert_eq!(attempt(&unknown).await.unwrap_err().setting(), Some("etcd_ca, etcd_cert, etcd_key"));
         let bare = settings(TlsFiles { pair: None, ..known.tls.clone() });
         let refused = problem(&bare).await;
         assert!(refused.to_lowercase().contains("certificate"), "{refused}");
@@ -270,6 +294,7 @@ mod tests {
 
         etcd.change_password("lockstep", "second").unwrap();
         assert!(problem(&settings).await.contains("authentication failed"));
+        assert_eq!(attempt(&settings).await.unwrap_err().setting(), Some("etcd_username, etcd_password_file"));
         assert!(read("/test/x").await.is_err(), "the token has ended, and the password is another one");
         std::fs::write(&path, "second\n").unwrap();
         attempt(&settings).await.unwrap();

@@ -105,6 +105,29 @@ async fn etcd_may_demand_certificates_and_a_password() {
     }
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_password_that_etcd_refuses_is_said_once_with_its_setting() {
+    let mut etcd = Etcd::start(1).unwrap();
+    etcd.demand_password("lockstep", "secret", "/lockstep/").unwrap();
+    let folder = Folder::new().unwrap();
+    let password = folder.path().join("password");
+    std::fs::write(&password, "another\n").unwrap();
+    let access = vec!["--etcd-username=lockstep".to_owned(), format!("--etcd-password-file={}", password.display())];
+    let members =
+        Members { num_coordinators: 1, num_workers: 1, min_workers: 1, policy: "tensor=1", worker_arguments: &[] };
+    let cluster = SharedCluster::start_over(etcd, access, members).unwrap();
+    let count = || cluster.log().matches("do not trust each other").count();
+    let end = Instant::now() + Duration::from_secs(20);
+    while count() < 2 {
+        assert!(Instant::now() < end, "{}", cluster.log());
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    let log = cluster.log();
+    assert_eq!((count(), log.matches("authentication failed").count()), (2, 2), "{log}");
+    assert!(log.contains("etcd_password_file") && !log.contains("etcd is away"), "{log}");
+}
+
 #[tokio::test]
 async fn what_other_machines_reach_needs_certificates_or_consent() {
     let worker = lockstep(&["worker", "--device=cpu", "--advertise-host=host-b"]).await.unwrap();

@@ -11,6 +11,7 @@ use lockstep_etcd::{
     etcd_client::{Compare, CompareOp, GetOptions, PutOptions, Txn, TxnOp},
 };
 use lockstep_proto::{Message, v1};
+use lockstep_telemetry::rarely::Rarely;
 use rand::Rng;
 use tokio::{
     net::TcpStream,
@@ -43,7 +44,7 @@ pub(super) async fn hold(
     let entry = v1::WorkerEntry { hello: Some(hello), session: state.session };
     let key = settings.keys().worker(&state.config.worker_id);
     let mut registration = Registration { state, entry, key, lease_id: None, refused_since: None, is_held: false };
-    let mut failures = 0;
+    let (mut failures, mut was_held, mut rarely) = (0, false, Rarely::default());
     loop {
         let end = registration.hold_on(&mut endpoints, &stop).await;
         registration.state.set_registered(false);
@@ -53,14 +54,23 @@ pub(super) async fn hold(
             Err(End::Lost(error)) => error,
         };
         if std::mem::take(&mut registration.is_held) {
-            failures = 0;
+            (failures, was_held) = (0, true);
         }
         failures += 1;
+        if failures <= endpoints.len() {
+            rarely.clear();
+        }
+        let setting = error.setting();
         // One member of several may well be away.
-        if failures == endpoints.len() {
-            tracing::warn!(%error, "not registered in etcd, trying again; what is loaded goes on serving");
-        } else {
+        if failures < endpoints.len() {
             tracing::info!(%error, "not registered in etcd, trying again");
+        } else if rarely.is_due(setting.unwrap_or_default()) {
+            match setting.filter(|_| !was_held) {
+                Some(setting) => {
+                    tracing::error!(setting, %error, "etcd and this worker do not trust each other: it does not register until that is mended");
+                }
+                None => tracing::warn!(%error, "not registered in etcd, trying again; what is loaded goes on serving"),
+            }
         }
         if failures % endpoints.len() == 0 {
             let wait = BACKOFF.mul_f64(rand::rng().random_range(0.5..1.0));

@@ -11,6 +11,7 @@ use lockstep_etcd::{
     keys::Keys,
 };
 use lockstep_proto::{MAX_MESSAGE_BYTES, Message};
+use lockstep_telemetry::rarely::Rarely;
 use rand::Rng;
 use tokio::{
     sync::{mpsc, oneshot, watch},
@@ -47,6 +48,7 @@ pub struct Session {
     writes: mpsc::Receiver<(Write, Reply)>,
     uses: Uses,
     lease_id: Option<i64>,
+    rarely: Rarely,
 }
 
 /// What connects it with the rest of the process.
@@ -65,7 +67,17 @@ impl Session {
         let Ends { state, entries, writes } = ends;
         let first = rand::rng().random_range(0..settings.endpoints.len().max(1));
         let endpoints = Endpoints::new(&settings, first);
-        Self { id, keys: settings.keys(), endpoints, state, entries, writes, uses, lease_id: None }
+        Self {
+            id,
+            keys: settings.keys(),
+            endpoints,
+            state,
+            entries,
+            writes,
+            uses,
+            lease_id: None,
+            rarely: Rarely::default(),
+        }
     }
 
     /// Runs it on a thread until `closing` fires, then says what is left to say; what is returned fails when it has ended.
@@ -104,10 +116,20 @@ impl Session {
 
     /// Notes that etcd is away, and says so to whoever waits for a write.
     fn lose(&mut self, error: &EtcdError, failures: usize) {
-        if failures == self.endpoints.len() {
-            tracing::warn!(%error, "etcd is away: what is loaded goes on serving, nothing is planned");
-        } else {
+        let num_endpoints = self.endpoints.len();
+        if failures <= num_endpoints {
+            self.rarely.clear();
+        }
+        let (setting, was_read) = (error.setting(), self.state.borrow().is_read);
+        if failures < num_endpoints {
             tracing::info!(%error, "the session with etcd ended");
+        } else if self.rarely.is_due(setting.unwrap_or_default()) {
+            match setting.filter(|_| !was_read) {
+                Some(setting) => {
+                    tracing::error!(setting, %error, "etcd and this coordinator do not trust each other: nothing is served until that is mended");
+                }
+                None => tracing::warn!(%error, "etcd is away: what is loaded goes on serving, nothing is planned"),
+            }
         }
         self.uses.lose();
         let reason = error.to_string();
