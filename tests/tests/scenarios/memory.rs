@@ -41,7 +41,7 @@ impl Memory {
 async fn idle_worker(cluster: &Cluster, client: &Client) -> Child {
     let coordinator = format!("http://{}", cluster.grpc());
     let worker = Command::new(environment::binary().unwrap())
-        .args(["worker", "--worker-id=idle", "--threads-per-device=1", "--coordinator", &coordinator])
+        .args(["worker", "--worker-id=idle", "--device=cpu", "--threads-per-device=1", "--coordinator", &coordinator])
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(Stdio::null())
