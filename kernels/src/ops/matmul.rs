@@ -4,6 +4,8 @@
 
 use lockstep_formats::GgmlType;
 
+use crate::KernelError;
+
 /// Rows of one matrix on the host, as the checkpoint stores them: `[rows, columns]`, row-major blocks of `ggml_type`.
 #[derive(Clone, Debug)]
 pub struct HostMatrix {
@@ -15,6 +17,43 @@ pub struct HostMatrix {
     pub columns: usize,
     /// `rows * ggml_type.bytes_of(columns)` bytes.
     pub bytes: Vec<u8>,
+}
+
+impl HostMatrix {
+    /// Bytes of a row.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`] if a row ends within a block, or `bytes` has not the length that the rows take.
+    pub(crate) fn row_bytes(&self) -> Result<usize, KernelError> {
+        let Self { ggml_type, rows, columns, bytes } = self;
+        let row_bytes = ggml_type
+            .bytes_of(*columns)
+            .ok_or_else(|| shape("columns (not a multiple of the block)", *columns, ggml_type.block_elements()))?;
+        if row_bytes.checked_mul(*rows) != Some(bytes.len()) {
+            return Err(shape("bytes of a matrix", bytes.len(), row_bytes.saturating_mul(*rows)));
+        }
+        Ok(row_bytes)
+    }
+}
+
+/// Columns of the matrices that a linear layer stacks.
+///
+/// # Errors
+/// [`KernelError::Shape`] if there are none, or they disagree.
+pub(crate) fn stacked_columns(matrices: &[HostMatrix]) -> Result<usize, KernelError> {
+    let columns = matrices.first().map_or(0, |matrix| matrix.columns);
+    if columns == 0 {
+        return Err(shape("columns of a linear layer", 0, 1));
+    }
+    match matrices.iter().find(|matrix| matrix.columns != columns) {
+        Some(matrix) => Err(shape("columns of a stacked matrix", matrix.columns, columns)),
+        None => Ok(columns),
+    }
+}
+
+/// What a matmul was given and cannot take.
+pub(crate) fn shape(what: &'static str, got: usize, expected: usize) -> KernelError {
+    KernelError::Shape { operation: "matmul", what, got, expected }
 }
 
 /// What happens to the product before it is stored.

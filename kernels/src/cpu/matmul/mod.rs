@@ -38,7 +38,10 @@ use super::{
 use crate::{
     KernelError,
     group::{NoCommunicator, Sum},
-    ops::{Epilogue, HostMatrix},
+    ops::{
+        Epilogue, HostMatrix,
+        matmul::{shape, stacked_columns},
+    },
     quant::Encoding,
 };
 
@@ -52,16 +55,10 @@ pub struct CpuLinear {
 impl CpuLinear {
     /// Repacks the matrices one after the other, each freed when it is done.
     pub(super) fn new(team: &Team, matrices: Vec<HostMatrix>) -> Result<Self, KernelError> {
-        let columns = matrices.first().map_or(0, |matrix| matrix.columns);
-        if columns == 0 {
-            return Err(shape("columns of a linear layer", 0, 1));
-        }
+        let columns = stacked_columns(&matrices)?;
         let mut parts = Vec::with_capacity(matrices.len());
         let mut rows = 0;
         for matrix in matrices {
-            if matrix.columns != columns {
-                return Err(shape("columns of a stacked matrix", matrix.columns, columns));
-            }
             let first_row = rows;
             rows += matrix.rows;
             parts.push(PackedMatrix::new(team, matrix, first_row)?);
@@ -98,10 +95,6 @@ impl CpuLinear {
         }
         None
     }
-}
-
-fn shape(what: &'static str, got: usize, expected: usize) -> KernelError {
-    KernelError::Shape { operation: "matmul", what, got, expected }
 }
 
 /// What the operations of this file share: the level's kernels and reusable buffers.

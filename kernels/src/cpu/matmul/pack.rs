@@ -27,14 +27,8 @@ pub(super) struct PackedMatrix {
 impl PackedMatrix {
     /// Repacks a matrix, all threads side by side.
     pub(super) fn new(team: &Team, matrix: HostMatrix, first_row: usize) -> Result<Self, KernelError> {
+        let row_bytes = matrix.row_bytes()?;
         let HostMatrix { ggml_type, rows, columns, bytes } = matrix;
-        let shape = |what, got, expected| KernelError::Shape { operation: "linear", what, got, expected };
-        let row_bytes = ggml_type
-            .bytes_of(columns)
-            .ok_or_else(|| shape("columns (not a multiple of the block)", columns, ggml_type.block_elements()))?;
-        if row_bytes.checked_mul(rows) != Some(bytes.len()) {
-            return Err(shape("bytes of a matrix", bytes.len(), row_bytes.saturating_mul(rows)));
-        }
         let group_bytes = group_bytes_of(ggml_type, columns);
         let num_groups = rows.div_ceil(GROUP);
         let mut data = AlignedBuffer::zeroed(num_groups * group_bytes)?;

@@ -8,11 +8,12 @@ use lockstep_formats::GgmlType;
 
 use super::{
     layout::{GROUP_ROWS, Layout},
-    linear::{CudaLinear, Format, Part, shape},
+    linear::{CudaLinear, Format, Part},
 };
 use crate::{
     KernelError,
     cuda::{Activations, DeviceBuffer, DevicePointer, HalfType, activations::tile_row_bytes},
+    ops::matmul::shape,
 };
 
 /// Parts of a launch.

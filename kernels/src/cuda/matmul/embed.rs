@@ -3,15 +3,11 @@
 
 use std::sync::Arc;
 
-use super::{
-    Matmul,
-    arguments::LayerView,
-    layout::TILE_COLUMNS,
-    linear::{CudaLinear, shape},
-};
+use super::{Matmul, arguments::LayerView, layout::TILE_COLUMNS, linear::CudaLinear};
 use crate::{
     KernelError,
     cuda::{Argument, DeviceBuffer, InputSlice, Launch, sources::Source},
+    ops::matmul::shape,
 };
 
 /// Device code.

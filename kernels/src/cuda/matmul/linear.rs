@@ -12,7 +12,7 @@ use super::layout::{GROUP_ROWS, Layout, TILE_COLUMNS};
 use crate::{
     KernelError,
     cuda::{DeviceBuffer, DevicePointer, Gpu, Staging},
-    ops::HostMatrix,
+    ops::{HostMatrix, matmul::stacked_columns},
 };
 
 /// Bytes that a thread copies at a time.
@@ -66,16 +66,10 @@ impl CudaLinear {
     /// # Errors
     /// [`KernelError::Shape`] if lengths disagree, [`KernelError::Device`] if memory is short.
     pub fn upload(staging: &mut Staging, matrices: Vec<HostMatrix>) -> Result<Self, KernelError> {
-        let columns = matrices.first().map_or(0, |matrix| matrix.columns);
-        if columns == 0 {
-            return Err(shape("columns of a linear layer", 0, 1));
-        }
+        let columns = stacked_columns(&matrices)?;
         let mut parts = Vec::with_capacity(matrices.len());
         let mut rows = 0;
         for matrix in matrices {
-            if matrix.columns != columns {
-                return Err(shape("columns of a stacked matrix", matrix.columns, columns));
-            }
             let first_row = rows;
             rows += matrix.rows;
             // Rows that do not exist are no work for a kernel.
@@ -109,13 +103,8 @@ impl CudaLinear {
 
 impl Part {
     fn new(staging: &mut Staging, matrix: HostMatrix, first_row: usize) -> Result<Self, KernelError> {
+        let row_bytes = matrix.row_bytes()?;
         let HostMatrix { ggml_type, rows, columns, bytes } = matrix;
-        let row_bytes = ggml_type
-            .bytes_of(columns)
-            .ok_or_else(|| shape("columns (not a multiple of the block)", columns, ggml_type.block_elements()))?;
-        if row_bytes.checked_mul(rows) != Some(bytes.len()) {
-            return Err(shape("bytes of a matrix", bytes.len(), row_bytes.saturating_mul(rows)));
-        }
         let (format, data) = match Layout::of(ggml_type) {
             None => (Format::Plain(ggml_type), copy(staging, &bytes)?),
             Some(layout) => (Format::Tiles(layout), pack(staging, layout, ggml_type, columns, row_bytes, &bytes)?),
@@ -157,8 +146,4 @@ fn pack(
             layout.pack_group(ggml_type, row_bytes, rows, group);
         });
     })
-}
-
-pub(super) fn shape(what: &'static str, got: usize, expected: usize) -> KernelError {
-    KernelError::Shape { operation: "matmul", what, got, expected }
 }

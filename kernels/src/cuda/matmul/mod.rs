@@ -28,12 +28,12 @@ use self::{
     arguments::{ActivationView, LayerView},
     blas::Blas,
     dense::Dense,
-    linear::{Format, shape},
+    linear::Format,
     products::Products,
 };
 pub use self::{embed::EmbedCall, linear::CudaLinear};
 use super::{Activations, Forms, Gpu, HalfType, ScratchBuffer};
-use crate::KernelError;
+use crate::{KernelError, ops::matmul::shape};
 
 /// Most tokens for which quantized weights are multiplied by 8-bit activations: above, tensor cores are faster.
 pub const MAX_MATVEC_TOKENS: usize = 2;

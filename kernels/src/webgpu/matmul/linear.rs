@@ -4,10 +4,10 @@
 
 use lockstep_formats::{Dtype, GgmlType};
 
-use super::{layout::Layout, shape};
+use super::layout::Layout;
 use crate::{
     KernelError,
-    ops::HostMatrix,
+    ops::{HostMatrix, matmul::stacked_columns},
     webgpu::{Gpu, commands::Binding},
 };
 
@@ -64,15 +64,12 @@ impl WebGpuLinear {
     /// # Errors
     /// [`KernelError::Shape`] if lengths disagree, [`KernelError::Device`] if memory is short.
     pub fn new(gpu: &Gpu, matrices: &[HostMatrix]) -> Result<Self, KernelError> {
-        let columns = matrices.first().map_or(0, |matrix| matrix.columns);
-        if columns == 0 {
-            return Err(shape("columns of a linear layer", 0, 1));
-        }
+        let columns = stacked_columns(matrices)?;
         // Neighbours of one format are one part.
         let mut runs: Vec<(Format, Vec<Row<'_>>)> = Vec::new();
         for matrix in matrices {
             let format = Format::of(matrix.ggml_type);
-            let rows = rows_of(matrix, columns)?;
+            let rows = rows_of(matrix)?;
             match runs.last_mut() {
                 Some((last, run)) if *last == format => run.extend(rows),
                 _ => runs.push((format, rows)),
@@ -110,18 +107,9 @@ impl WebGpuLinear {
 }
 
 /// The rows of a matrix, each with its type.
-fn rows_of(matrix: &HostMatrix, columns: usize) -> Result<Vec<Row<'_>>, KernelError> {
-    let HostMatrix { ggml_type, rows, bytes, .. } = matrix;
-    if matrix.columns != columns {
-        return Err(shape("columns of a stacked matrix", matrix.columns, columns));
-    }
-    let row_bytes = ggml_type
-        .bytes_of(columns)
-        .ok_or_else(|| shape("columns (not a multiple of the block)", columns, ggml_type.block_elements()))?;
-    if row_bytes.checked_mul(*rows) != Some(bytes.len()) {
-        return Err(shape("bytes of a matrix", bytes.len(), row_bytes.saturating_mul(*rows)));
-    }
-    Ok(bytes.chunks_exact(row_bytes).map(|row| (*ggml_type, row)).collect())
+fn rows_of(matrix: &HostMatrix) -> Result<Vec<Row<'_>>, KernelError> {
+    let row_bytes = matrix.row_bytes()?;
+    Ok(matrix.bytes.chunks_exact(row_bytes).map(|row| (matrix.ggml_type, row)).collect())
 }
 
 /// Rows whose planes a binding holds, an even number so that words of 16-bit scales are not cut.

@@ -16,7 +16,7 @@ use super::{
     source::{Options, Source},
     tensor::WebGpuTensor,
 };
-use crate::{KernelError, quant::ACTIVATION_BLOCK};
+use crate::{KernelError, ops::matmul::shape, quant::ACTIVATION_BLOCK};
 
 /// Few tokens.
 pub static MATVEC: Source = Source { name: "matvec.wgsl", text: include_str!("../../../wgsl/matvec.wgsl") };
@@ -237,8 +237,4 @@ fn check(
         return Err(shape("output width", output.width(), width));
     }
     Ok(())
-}
-
-fn shape(what: &'static str, got: usize, expected: usize) -> KernelError {
-    KernelError::Shape { operation: "matmul", what, got, expected }
 }
