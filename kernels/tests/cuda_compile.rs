@@ -15,9 +15,9 @@ const ARCHITECTURES: [&str; 4] = ["sm_80", "sm_89", "sm_90a", "sm_100"];
 fn compile_all(architecture: &str) {
     let compiler = Compiler::new(KernelCache::default()).unwrap();
     for source in SOURCES {
-        let variants = if source.variants.is_empty() { &[&[][..]] } else { source.variants };
+        let variants = if source.variants.is_empty() { &[""] } else { source.variants };
         for options in variants {
-            let options: Vec<String> = options.iter().map(|option| (*option).to_owned()).collect();
+            let options: Vec<String> = options.split_whitespace().map(str::to_owned).collect();
             let cubin = compiler.cubin(source, architecture, &options).unwrap_or_else(|error| panic!("{error}"));
             assert!(!cubin.is_empty(), "{}", source.name);
         }

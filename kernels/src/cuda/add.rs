@@ -8,7 +8,7 @@ use crate::KernelError;
 
 /// Device code.
 pub const SOURCE: Source =
-    Source { name: "add.cu", text: include_str!("../../cuda/add.cu"), variants: &[&["-DHALVES=0"], &["-DHALVES=1"]] };
+    Source { name: "add.cu", text: include_str!("../../cuda/add.cu"), variants: &["-DHALVES=0", "-DHALVES=1"] };
 
 const NUM_THREADS: usize = 256;
 /// Values of a thread.

@@ -10,7 +10,7 @@ use crate::KernelError;
 pub const SOURCE: Source = Source {
     name: "rms_norm.cu",
     text: include_str!("../../cuda/rms_norm.cu"),
-    variants: &[&["-DCHUNKS=1", "-DCLUSTER=1"], &["-DCHUNKS=2", "-DCLUSTER=1"], &["-DCHUNKS=4", "-DCLUSTER=1"]],
+    variants: &["-DCHUNKS=1 -DCLUSTER=1", "-DCHUNKS=2 -DCLUSTER=1", "-DCHUNKS=4 -DCLUSTER=1"],
 };
 
 const OPERATION: &str = "rms_norm";

@@ -19,8 +19,8 @@ pub const SOURCE: Source = Source {
     name: "rope_and_store.cu",
     text: include_str!("../../cuda/rope_and_store.cu"),
     variants: &[
-        &["-DHEAD_DIM=128", "-DBLOCK_SIZE=16", "-DBFLOAT=0", "-DQKV_FLOAT=1", "-DQUERY_FLOAT=0"],
-        &["-DHEAD_DIM=80", "-DBLOCK_SIZE=32", "-DBFLOAT=1", "-DQKV_FLOAT=0", "-DQUERY_FLOAT=1"],
+        "-DHEAD_DIM=128 -DBLOCK_SIZE=16 -DBFLOAT=0 -DQKV_FLOAT=1 -DQUERY_FLOAT=0",
+        "-DHEAD_DIM=80 -DBLOCK_SIZE=32 -DBFLOAT=1 -DQKV_FLOAT=0 -DQUERY_FLOAT=1",
     ],
 };
 

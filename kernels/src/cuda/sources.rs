@@ -15,8 +15,8 @@ pub struct Source {
     pub name: &'static str,
     /// Its text.
     pub text: &'static str,
-    /// Sets of options (`-DNAME=VALUE`) with which CI compiles it: all that launchers use, or typical ones.
-    pub variants: &'static [&'static [&'static str]],
+    /// Options (`-DNAME=VALUE …`) with which CI compiles it, a line a variant: all that launchers use, or typical ones.
+    pub variants: &'static [&'static str],
 }
 
 /// Every source. A test compares the list with the folder.

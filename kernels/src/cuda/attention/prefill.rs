@@ -12,8 +12,8 @@ pub const SOURCE: Source = Source {
     name: "attention_prefill.cu",
     text: include_str!("../../../cuda/attention_prefill.cu"),
     variants: &[
-        &["-DHEAD_DIM=128", "-DBLOCK_SIZE=16", "-DBFLOAT=0", "-DQUERY_FLOAT=0", "-DTILE_ROWS=128", "-DTILE_KEYS=64"],
-        &["-DHEAD_DIM=256", "-DBLOCK_SIZE=32", "-DBFLOAT=1", "-DQUERY_FLOAT=1", "-DTILE_ROWS=64", "-DTILE_KEYS=32"],
+        "-DHEAD_DIM=128 -DBLOCK_SIZE=16 -DBFLOAT=0 -DQUERY_FLOAT=0 -DTILE_ROWS=128 -DTILE_KEYS=64",
+        "-DHEAD_DIM=256 -DBLOCK_SIZE=32 -DBFLOAT=1 -DQUERY_FLOAT=1 -DTILE_ROWS=64 -DTILE_KEYS=32",
     ],
 };
 
@@ -22,11 +22,11 @@ pub const HOPPER_SOURCE: Source = Source {
     name: "attention_prefill_hopper.cu",
     text: include_str!("../../../cuda/attention_prefill_hopper.cu"),
     variants: &[
-        &["-DHEAD_DIM=128", "-DBLOCK_SIZE=16", "-DBFLOAT=0", "-DQUERY_FLOAT=0", "-DTILE_ROWS=128", "-DTILE_KEYS=128"],
-        &["-DHEAD_DIM=64", "-DBLOCK_SIZE=16", "-DBFLOAT=1", "-DQUERY_FLOAT=1", "-DTILE_ROWS=128", "-DTILE_KEYS=128"],
-        &["-DHEAD_DIM=80", "-DBLOCK_SIZE=32", "-DBFLOAT=1", "-DQUERY_FLOAT=1", "-DTILE_ROWS=128", "-DTILE_KEYS=128"],
-        &["-DHEAD_DIM=96", "-DBLOCK_SIZE=16", "-DBFLOAT=0", "-DQUERY_FLOAT=1", "-DTILE_ROWS=128", "-DTILE_KEYS=128"],
-        &["-DHEAD_DIM=256", "-DBLOCK_SIZE=16", "-DBFLOAT=0", "-DQUERY_FLOAT=1", "-DTILE_ROWS=128", "-DTILE_KEYS=64"],
+        "-DHEAD_DIM=128 -DBLOCK_SIZE=16 -DBFLOAT=0 -DQUERY_FLOAT=0 -DTILE_ROWS=128 -DTILE_KEYS=128",
+        "-DHEAD_DIM=64 -DBLOCK_SIZE=16 -DBFLOAT=1 -DQUERY_FLOAT=1 -DTILE_ROWS=128 -DTILE_KEYS=128",
+        "-DHEAD_DIM=80 -DBLOCK_SIZE=32 -DBFLOAT=1 -DQUERY_FLOAT=1 -DTILE_ROWS=128 -DTILE_KEYS=128",
+        "-DHEAD_DIM=96 -DBLOCK_SIZE=16 -DBFLOAT=0 -DQUERY_FLOAT=1 -DTILE_ROWS=128 -DTILE_KEYS=128",
+        "-DHEAD_DIM=256 -DBLOCK_SIZE=16 -DBFLOAT=0 -DQUERY_FLOAT=1 -DTILE_ROWS=128 -DTILE_KEYS=64",
     ],
 };
 

@@ -16,24 +16,10 @@ pub const SOURCE: Source = Source {
     name: "batch.cu",
     text: include_str!("../../../cuda/batch.cu"),
     variants: &[
-        &[
-            "-DBLOCK_ROWS=128",
-            "-DFORMATS=Q4_0,Q4_1,Q5_0",
-            "-DTOKENS=8",
-            "-DSTAGES=4",
-            "-DCLUSTER=8",
-            "-DEPILOGUE=Store",
-        ],
-        &["-DBLOCK_ROWS=128", "-DFORMATS=Q5_1,Q8_0,Q2_K", "-DTOKENS=32", "-DSTAGES=3", "-DCLUSTER=1", "-DEPILOGUE=Add"],
-        &[
-            "-DBLOCK_ROWS=128",
-            "-DFORMATS=Q3_K,Q4_K,Q5_K",
-            "-DTOKENS=64",
-            "-DSTAGES=2",
-            "-DCLUSTER=1",
-            "-DEPILOGUE=SwiGlu",
-        ],
-        &["-DBLOCK_ROWS=128", "-DFORMATS=Q6_K,Q8_K", "-DTOKENS=128", "-DSTAGES=2", "-DCLUSTER=1", "-DEPILOGUE=SwiGlu"],
+        "-DBLOCK_ROWS=128 -DFORMATS=Q4_0,Q4_1,Q5_0 -DTOKENS=8 -DSTAGES=4 -DCLUSTER=8 -DEPILOGUE=Store",
+        "-DBLOCK_ROWS=128 -DFORMATS=Q5_1,Q8_0,Q2_K -DTOKENS=32 -DSTAGES=3 -DCLUSTER=1 -DEPILOGUE=Add",
+        "-DBLOCK_ROWS=128 -DFORMATS=Q3_K,Q4_K,Q5_K -DTOKENS=64 -DSTAGES=2 -DCLUSTER=1 -DEPILOGUE=SwiGlu",
+        "-DBLOCK_ROWS=128 -DFORMATS=Q6_K,Q8_K -DTOKENS=128 -DSTAGES=2 -DCLUSTER=1 -DEPILOGUE=SwiGlu",
     ],
 };
 
@@ -42,24 +28,10 @@ pub const HOPPER_SOURCE: Source = Source {
     name: "batch_hopper.cu",
     text: include_str!("../../../cuda/batch_hopper.cu"),
     variants: &[
-        &[
-            "-DBLOCK_ROWS=128",
-            "-DFORMATS=Q4_0,Q4_1,Q5_0",
-            "-DTOKENS=16",
-            "-DSTAGES=4",
-            "-DCLUSTER=2",
-            "-DEPILOGUE=Store",
-        ],
-        &["-DBLOCK_ROWS=128", "-DFORMATS=Q5_1,Q8_0,Q2_K", "-DTOKENS=32", "-DSTAGES=3", "-DCLUSTER=1", "-DEPILOGUE=Add"],
-        &[
-            "-DBLOCK_ROWS=128",
-            "-DFORMATS=Q3_K,Q4_K,Q5_K",
-            "-DTOKENS=64",
-            "-DSTAGES=2",
-            "-DCLUSTER=1",
-            "-DEPILOGUE=SwiGlu",
-        ],
-        &["-DBLOCK_ROWS=256", "-DFORMATS=Q6_K,Q8_K", "-DTOKENS=128", "-DSTAGES=2", "-DCLUSTER=1", "-DEPILOGUE=SwiGlu"],
+        "-DBLOCK_ROWS=128 -DFORMATS=Q4_0,Q4_1,Q5_0 -DTOKENS=16 -DSTAGES=4 -DCLUSTER=2 -DEPILOGUE=Store",
+        "-DBLOCK_ROWS=128 -DFORMATS=Q5_1,Q8_0,Q2_K -DTOKENS=32 -DSTAGES=3 -DCLUSTER=1 -DEPILOGUE=Add",
+        "-DBLOCK_ROWS=128 -DFORMATS=Q3_K,Q4_K,Q5_K -DTOKENS=64 -DSTAGES=2 -DCLUSTER=1 -DEPILOGUE=SwiGlu",
+        "-DBLOCK_ROWS=256 -DFORMATS=Q6_K,Q8_K -DTOKENS=128 -DSTAGES=2 -DCLUSTER=1 -DEPILOGUE=SwiGlu",
     ],
 };
 

@@ -26,7 +26,7 @@ use crate::{
 pub const SOURCE: Source = Source {
     name: "dequantize.cu",
     text: include_str!("../../../cuda/dequantize.cu"),
-    variants: &[&["-DFORMATS=Q4_K"], &["-DFORMATS=Q6_K"], &["-DFORMATS=Q8_0"], &["-DFORMATS=Q2_K"]],
+    variants: &["-DFORMATS=Q4_K", "-DFORMATS=Q6_K", "-DFORMATS=Q8_0", "-DFORMATS=Q2_K"],
 };
 
 const NUM_THREADS: u32 = 256;

@@ -14,7 +14,7 @@ use crate::{
 pub const SOURCE: Source = Source {
     name: "embed.cu",
     text: include_str!("../../../cuda/embed.cu"),
-    variants: &[&["-DFORMATS=Q4_K"], &["-DFORMATS=Q8_0"], &["-DWEIGHT=F32"], &["-DWEIGHT=BF16"]],
+    variants: &["-DFORMATS=Q4_K", "-DFORMATS=Q8_0", "-DWEIGHT=F32", "-DWEIGHT=BF16"],
 };
 
 const OPERATION: &str = "embed";

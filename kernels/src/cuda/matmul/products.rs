@@ -11,7 +11,7 @@ use crate::{
 pub const SOURCE: Source = Source {
     name: "products.cu",
     text: include_str!("../../../cuda/products.cu"),
-    variants: &[&["-DPRODUCT=F32", "-DSWIGLU=0"], &["-DPRODUCT=F32", "-DSWIGLU=1"], &["-DPRODUCT=F16", "-DSWIGLU=1"]],
+    variants: &["-DPRODUCT=F32 -DSWIGLU=0", "-DPRODUCT=F32 -DSWIGLU=1", "-DPRODUCT=F16 -DSWIGLU=1"],
 };
 
 const NUM_THREADS: usize = 256;

@@ -18,9 +18,9 @@ pub const SOURCE: Source = Source {
     name: "all_reduce.cu",
     text: include_str!("../../../cuda/all_reduce.cu"),
     variants: &[
-        &["-DWORLD_SIZE=2", "-DCHUNKS=2", "-DCLUSTER=1"],
-        &["-DWORLD_SIZE=4", "-DCHUNKS=4", "-DCLUSTER=1"],
-        &["-DWORLD_SIZE=8", "-DCHUNKS=1", "-DCLUSTER=8"],
+        "-DWORLD_SIZE=2 -DCHUNKS=2 -DCLUSTER=1",
+        "-DWORLD_SIZE=4 -DCHUNKS=4 -DCLUSTER=1",
+        "-DWORLD_SIZE=8 -DCHUNKS=1 -DCLUSTER=8",
     ],
 };
 
