@@ -7,11 +7,9 @@
 
 use std::time::{Duration, Instant};
 
+use lockstep_executor::step::{StepPlan, StepResult};
 use lockstep_kernels::ops::Candidates;
-use lockstep_worker::{
-    engine::{Engine, EngineConfig, Sampling, SequenceRequest, Tenant},
-    step::{StepPlan, StepResult},
-};
+use lockstep_worker::engine::{Engine, EngineConfig, Sampling, SequenceRequest, Tenant};
 
 const NUM_BLOCKS: usize = 100_000;
 const BLOCK_SIZE: usize = 32;

@@ -2,6 +2,8 @@
 
 use std::net::SocketAddr;
 
+use lockstep_executor::ExecutorError;
+
 /// A failure of this worker, with what it was about.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
@@ -75,4 +77,16 @@ pub enum WorkerError {
         /// What is wrong, expected and got.
         problem: String,
     },
+}
+
+impl From<ExecutorError> for WorkerError {
+    fn from(error: ExecutorError) -> Self {
+        match error {
+            ExecutorError::Model(error) => Self::Model(error),
+            ExecutorError::Kernel(error) => Self::Kernel(error),
+            ExecutorError::Mismatch(problem) => Self::Mismatch(problem),
+            ExecutorError::Step { step_id, problem } => Self::Step { step_id, problem },
+            ExecutorError::LoadEnded => Self::ReplicaBroken(error.to_string()),
+        }
+    }
 }

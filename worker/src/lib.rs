@@ -2,8 +2,7 @@
 //!
 //! - [`engine`]: on the replica's leader: which sequences run in the next step, which KV blocks they use, which token
 //!   comes next. Plain state, no device, no network.
-//! - [`step`]: what the leader tells the ranks and what they answer.
-//! - [`rank`]: the thread that owns a device and executes steps: weights, layers, logits.
+//! - [`rank`]: the other ranks that a rank meets inside a step. The step itself is the executor's.
 //! - [`collective`]: how ranks meet: TCP links, all-reduce, send/receive, with deadlines and epochs.
 //! - [`replica`]: puts the above together for one plan.
 //! - [`devices`]: which devices the ranks own.
@@ -22,7 +21,6 @@ pub mod rank;
 pub mod registration;
 pub mod replica;
 pub mod service;
-pub mod step;
 
 pub use config::WorkerConfig;
 pub use error::WorkerError;

@@ -10,6 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use lockstep_executor::step::{StepPlan, StepSequence};
 use lockstep_kernels::device::Scratch;
 use lockstep_sharding::RankPlan;
 use lockstep_telemetry::{
@@ -20,7 +21,6 @@ use lockstep_telemetry::{
 use crate::{
     engine::{EngineStatus, FinishReason, SequenceOutput},
     rank::Traffic,
-    step::{StepPlan, StepSequence},
 };
 
 /// Buckets of a step, seconds.

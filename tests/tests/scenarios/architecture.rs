@@ -9,7 +9,7 @@ use lockstep_tests::environment;
 use serde_json::Value;
 
 /// Crate → the crates of this workspace that it may depend on (tests' dependencies aside).
-const MAY_KNOW: [(&str, &[&str]); 12] = [
+const MAY_KNOW: [(&str, &[&str]); 13] = [
     ("lockstep-formats", &[]),
     ("lockstep-proto", &[]),
     ("lockstep-transport", &[]),
@@ -18,10 +18,12 @@ const MAY_KNOW: [(&str, &[&str]); 12] = [
     ("lockstep-sharding", &["lockstep-formats"]),
     ("lockstep-kernels", &["lockstep-formats"]),
     ("lockstep-model", &["lockstep-formats", "lockstep-sharding"]),
+    ("lockstep-executor", &["lockstep-formats", "lockstep-kernels", "lockstep-model", "lockstep-sharding"]),
     (
         "lockstep-worker",
         &[
             "lockstep-etcd",
+            "lockstep-executor",
             "lockstep-formats",
             "lockstep-proto",
             "lockstep-model",

@@ -18,11 +18,11 @@ mod throughput;
 
 use std::{collections::VecDeque, time::Instant};
 
+use lockstep_executor::step::{StepPlan, StepResult, StepSequence};
 use lockstep_kernels::ops::Candidates;
 
 pub use self::{block_manager::PrefixChanges, tenant::Tenant};
 use self::{sampler::Choice, scheduler::Scheduler, sequence::Sequence, throughput::Throughput};
-use crate::step::{StepPlan, StepResult, StepSequence};
 
 /// Limits of an engine, from the plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -23,13 +23,14 @@ use std::{
     time::Instant,
 };
 
+use lockstep_executor::step::StepSequence;
+
 use super::{
     EngineConfig, SequenceId, Tenant,
     block_manager::{BlockManager, PrefixChanges},
     fair_queue::FairQueue,
     sequence::Sequence,
 };
-use crate::step::StepSequence;
 
 /// Smallest share of prompt tokens that a step of a pipeline is cut to.
 const SMALLEST_PIPELINE_CHUNK: usize = 64;

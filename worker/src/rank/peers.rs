@@ -3,13 +3,14 @@
 //! next: rank `j` of a stage hears from rank `j mod n` of the `n` ranks before it. Where all devices of a group can meet
 //! they do, within the step; else the hosts exchange what the devices hold. All ranks of a group decide alike.
 
+use lockstep_executor::{Peers, RankShape};
 use lockstep_kernels::{
     Device,
     group::{Collective as DeviceCollective, Sum},
 };
 use lockstep_sharding::ReplicaPlan;
 
-use super::{RankShape, Traffic};
+use super::Traffic;
 use crate::{
     WorkerError,
     collective::{Collective, Purpose, RankLinks, TcpCollective},
@@ -51,7 +52,7 @@ pub struct RankPeers<D: Device> {
     hidden_size: usize,
     traffic: Traffic,
     /// Hosts exchange nothing: the rank prepares alone.
-    pub(super) are_silent: bool,
+    are_silent: bool,
 }
 
 impl<D: Device> RankPeers<D> {
@@ -94,20 +95,24 @@ impl<D: Device> RankPeers<D> {
     }
 
     /// Keeps every exchange between hosts until [`Self::take_traffic`].
-    pub(super) fn keep_calls(&mut self) {
+    pub fn keep_calls(&mut self) {
         self.traffic.calls = Some(Vec::new());
     }
 
     /// What was exchanged since this was last asked.
-    pub(super) fn take_traffic(&mut self) -> Traffic {
+    pub fn take_traffic(&mut self) -> Traffic {
         std::mem::take(&mut self.traffic)
     }
+}
 
-    /// Runs `body` with the way in which the tensor-parallel group adds up hidden rows.
-    ///
-    /// # Errors
-    /// What `body` returns.
-    pub fn with_sum<T>(
+impl<D: Device> Peers<D> for RankPeers<D> {
+    type Error = WorkerError;
+
+    fn silence(&mut self, are_silent: bool) {
+        self.are_silent = are_silent;
+    }
+
+    fn with_sum<T>(
         &mut self,
         num_tokens: usize,
         body: impl FnOnce(Sum<'_, D::Communicator, WorkerError>) -> Result<T, WorkerError>,
@@ -126,11 +131,7 @@ impl<D: Device> RankPeers<D> {
         }
     }
 
-    /// Sums the first rows of `tensor` over the tensor-parallel group: the same bits on every rank.
-    ///
-    /// # Errors
-    /// [`WorkerError::Link`] naming the rank that did not come in time, [`WorkerError::Kernel`].
-    pub fn all_reduce(&mut self, device: &mut D, num_tokens: usize, tensor: &mut D::Tensor) -> Result<(), WorkerError> {
+    fn all_reduce(&mut self, device: &mut D, num_tokens: usize, tensor: &mut D::Tensor) -> Result<(), WorkerError> {
         let traffic = &mut self.traffic;
         match &mut self.group {
             None => Ok(()),
@@ -145,12 +146,7 @@ impl<D: Device> RankPeers<D> {
         }
     }
 
-    /// Takes the hidden rows of the stage before where hosts hand them over: before the step, while threads sleep that
-    /// compute within it. Other stages compute meanwhile, perhaps on this machine.
-    ///
-    /// # Errors
-    /// [`WorkerError::Link`], [`WorkerError::Kernel`].
-    pub fn receive_on_host(
+    fn receive_on_host(
         &mut self,
         device: &mut D,
         num_tokens: usize,
@@ -165,11 +161,7 @@ impl<D: Device> RankPeers<D> {
         }
     }
 
-    /// Takes them where devices hand them over: within the step.
-    ///
-    /// # Errors
-    /// [`WorkerError::Kernel`].
-    pub fn receive_on_device(
+    fn receive_on_device(
         &mut self,
         device: &mut D,
         num_tokens: usize,
@@ -184,16 +176,7 @@ impl<D: Device> RankPeers<D> {
         }
     }
 
-    /// Hands the hidden rows to the ranks of the stage after whose devices take them: within the step.
-    ///
-    /// # Errors
-    /// [`WorkerError::Kernel`].
-    pub fn send_on_device(
-        &mut self,
-        device: &mut D,
-        num_tokens: usize,
-        hidden: &mut D::Tensor,
-    ) -> Result<(), WorkerError> {
+    fn send_on_device(&mut self, device: &mut D, num_tokens: usize, hidden: &mut D::Tensor) -> Result<(), WorkerError> {
         for next in &self.next {
             if let Party::Devices(communicator) = next {
                 self.traffic.over_devices(num_tokens, self.hidden_size);
@@ -203,16 +186,7 @@ impl<D: Device> RankPeers<D> {
         Ok(())
     }
 
-    /// Hands them to those whose hosts take them: after the step.
-    ///
-    /// # Errors
-    /// [`WorkerError::Link`], [`WorkerError::Kernel`].
-    pub fn send_on_host(
-        &mut self,
-        device: &mut D,
-        num_tokens: usize,
-        hidden: &mut D::Tensor,
-    ) -> Result<(), WorkerError> {
+    fn send_on_host(&mut self, device: &mut D, num_tokens: usize, hidden: &mut D::Tensor) -> Result<(), WorkerError> {
         let hosts = self.next.iter_mut().filter_map(|next| match next {
             Party::Hosts(hosts) => Some(hosts),
             Party::Devices(_) => None,

@@ -12,6 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use lockstep_executor::step::StepPlan;
 use lockstep_telemetry::trace::{SpanContext, StepSpan};
 use tokio::sync::{broadcast, mpsc, oneshot};
 
@@ -30,7 +31,6 @@ use crate::{
     config::engine_spin,
     engine::{Engine, EngineError, EngineStatus, PrefixChanges, SequenceId, SequenceOutput, SequenceRequest},
     metrics::{EngineMeter, StepMark},
-    step::StepPlan,
 };
 
 /// Least time for which the engine's thread sleeps if nothing wakes it.

@@ -30,6 +30,7 @@ use std::{
     time::Duration,
 };
 
+use lockstep_executor::{StepLimits, step::StepPlan};
 use lockstep_kernels::device::Scratch;
 use lockstep_model::Checkpoint;
 use lockstep_sharding::{RankPlan, ReplicaPlan};
@@ -48,7 +49,6 @@ use crate::{
     devices::LocalDevices,
     engine::EngineConfig,
     metrics::{LastScratch, Metrics},
-    rank::StepLimits,
 };
 
 /// The rank whose worker leads.
@@ -255,7 +255,7 @@ impl Drop for Replica {
 }
 
 /// Senders of orders to this worker's ranks, and the control links of the others' (on the leader only).
-type Started = (Vec<SyncSender<Arc<crate::step::StepPlan>>>, Vec<RemoteRank>);
+type Started = (Vec<SyncSender<Arc<StepPlan>>>, Vec<RemoteRank>);
 
 /// The first half of [`Replica::load`]: rank threads up to the point where all of them can execute steps.
 struct Loading<'a> {

@@ -2,7 +2,7 @@
 //! For: the engine's thread notes steps; heartbeats, probes and the end of a load ask.
 //! Invariants: while nothing runs a canary goes through every rank each [`CANARY_INTERVAL`]; what takes longer than it may
 //! is a stall within [`PATIENCE`], also if the engine's thread itself hangs, since it has to move the limit on.
-//! Not here: what a canary computes ([`crate::step::StepPlan::is_canary`]).
+//! Not here: what a canary computes ([`lockstep_executor::step::StepPlan::is_canary`]).
 
 use std::{
     collections::VecDeque,
@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::step::StepPlan;
+use lockstep_executor::step::StepPlan;
 
 /// Idle time after which the ranks are tried.
 const CANARY_INTERVAL: Duration = Duration::from_secs(1);
@@ -132,7 +132,7 @@ impl Heart {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::step::StepSequence;
+    use lockstep_executor::step::StepSequence;
 
     fn plan(num_tokens: usize, is_canary: bool) -> StepPlan {
         if is_canary {

@@ -3,6 +3,7 @@
 
 use std::{
     net::SocketAddr,
+    ops::ControlFlow,
     sync::{
         Arc,
         mpsc::{Receiver, SyncSender},
@@ -11,6 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use lockstep_executor::{Executor, RankShape, WeightLoader, step::StepPlan};
 use lockstep_kernels::{Device, KernelError, ops::Candidates};
 use lockstep_model::Checkpoint;
 use lockstep_telemetry::trace::Moment;
@@ -23,8 +25,7 @@ use crate::{
     config::spin,
     devices::DeviceTask,
     metrics::{LastScratch, RankMeter},
-    rank::{Executor, RankPeers, RankShape, weights::WeightLoader},
-    step::StepPlan,
+    rank::RankPeers,
 };
 
 /// Longest wait for the other ranks to appear; they open the checkpoint before they do.
@@ -93,9 +94,12 @@ impl DeviceTask for RankTask<'_> {
     }
 }
 
+/// What executes the steps of one of several ranks.
+type RankExecutor<D> = Executor<D, RankPeers<D>>;
+
 /// An executor whose steps are counted and, where that is asked for, traced.
 struct ObservedExecutor<D: Device> {
-    executor: Executor<D>,
+    executor: RankExecutor<D>,
     meter: RankMeter,
     tracer: RankTracer,
 }
@@ -104,12 +108,12 @@ impl<D: Device> ObservedExecutor<D> {
     fn execute(&mut self, plan: &StepPlan) -> Result<Option<Vec<Candidates>>, WorkerError> {
         let traced = plan.trace.map(|trace| (trace, Moment::now()));
         if traced.is_some_and(|(trace, _)| trace.is_detailed) {
-            self.executor.keep_calls();
+            self.executor.peers().keep_calls();
         }
         let start = Instant::now();
         let candidates = self.executor.execute(plan)?;
         let duration = start.elapsed();
-        let traffic = self.executor.take_traffic();
+        let traffic = self.executor.peers().take_traffic();
         self.meter.step(duration, &traffic, self.executor.scratch());
         if let Some((trace, start)) = traced {
             self.tracer.record(trace, plan.step_id, start, &traffic);
@@ -208,7 +212,7 @@ impl RankThread {
         checkpoint: &Checkpoint,
         is_remote: bool,
         events: &SyncSender<LoadEvent>,
-    ) -> Result<(Executor<D>, Vec<MessageLink>), WorkerError> {
+    ) -> Result<(RankExecutor<D>, Vec<MessageLink>), WorkerError> {
         let Self { rank, spec, .. } = self;
         let config = checkpoint.config();
         let shape = RankShape::new(config, &spec.plan, *rank)?;
@@ -220,9 +224,9 @@ impl RankThread {
         let opened_in = opening.elapsed();
         let peers = RankPeers::connect(&links, &spec.plan, &shape, &mut device)?;
         let loading = Instant::now();
-        let progress = |event| {
-            let nobody = || WorkerError::ReplicaBroken("nobody follows its load any more".to_owned());
-            events.send(event).map_err(|_| nobody())
+        let progress = |event| match events.send(event) {
+            Ok(()) => ControlFlow::Continue(()),
+            Err(_nobody) => ControlFlow::Break(()),
         };
         let loader = WeightLoader {
             device: &device,
@@ -231,7 +235,8 @@ impl RankThread {
             shape: &shape,
             progress: &|bytes| progress(LoadEvent::Loaded(bytes)),
         };
-        progress(LoadEvent::Total(loader.total_bytes()))?;
+        // Whoever does not follow any more is noticed at the first slice.
+        let _ = progress(LoadEvent::Total(loader.total_bytes()));
         let weights = loader.load()?;
         let (dtype, plan) = (shape.dtype, spec.plan.find_rank(*rank).map(|(_, plan)| plan));
         let (device_name, reserving) = (device.name().to_owned(), Instant::now());

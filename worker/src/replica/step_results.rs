@@ -3,13 +3,11 @@
 
 use std::collections::VecDeque;
 
+use lockstep_executor::step::{StepPlan, StepResult};
 use lockstep_kernels::ops::{Candidates, SampleRow};
 
 use super::rank_thread::RankResult;
-use crate::{
-    WorkerError,
-    step::{StepPlan, StepResult},
-};
+use crate::WorkerError;
 
 /// Steps in flight.
 pub(super) struct StepResults {
@@ -84,7 +82,7 @@ impl StepResults {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::step::StepSequence;
+    use lockstep_executor::step::StepSequence;
 
     fn plan(step_id: u64) -> StepPlan {
         let sample = SampleRow { top_k: 1, temperature: 1.0, noise_seed: None, penalties: Vec::new(), raw_top_k: 0 };

@@ -4,15 +4,11 @@
 
 use std::collections::HashMap;
 
+use lockstep_executor::step::{StepPlan, StepTrace};
 use lockstep_telemetry::trace::{KeyValue, Moment, OpenSpan, SpanContext, StepSpan, numbers, open, remote};
 
 use super::ReplicaSpec;
-use crate::{
-    engine::SequenceId,
-    metrics::StepMark,
-    rank::Traffic,
-    step::{StepPlan, StepTrace},
-};
+use crate::{engine::SequenceId, metrics::StepMark, rank::Traffic};
 
 /// Beside the first step of each traced sequence every so many traced steps show their exchanges.
 const DETAIL_INTERVAL: u64 = 64;

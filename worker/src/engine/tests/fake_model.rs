@@ -3,12 +3,10 @@
 
 use std::collections::BTreeMap;
 
+use lockstep_executor::step::{StepPlan, StepResult};
 use lockstep_kernels::ops::{Candidates, SampleRow};
 
-use crate::{
-    engine::{Sampling, SequenceRequest, Tenant},
-    step::{StepPlan, StepResult},
-};
+use crate::engine::{Sampling, SequenceRequest, Tenant};
 
 /// Tokens of the fake vocabulary.
 pub const VOCAB_SIZE: usize = 300;

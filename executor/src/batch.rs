@@ -5,7 +5,7 @@
 use lockstep_kernels::ops::{AttentionSequence, SampleRow};
 
 use crate::{
-    WorkerError,
+    ExecutorError,
     step::{StepPlan, StepSequence},
 };
 
@@ -74,9 +74,9 @@ impl<'a> Batch<'a> {
     /// Checks and lays out a plan.
     ///
     /// # Errors
-    /// [`WorkerError::Step`] naming the sequence and the number that is out of bounds.
-    pub fn new(plan: &'a StepPlan, limits: &StepLimits) -> Result<Self, WorkerError> {
-        let wrong = |problem: String| WorkerError::Step { step_id: plan.step_id, problem };
+    /// [`ExecutorError::Step`] naming the sequence and the number that is out of bounds.
+    pub fn new(plan: &'a StepPlan, limits: &StepLimits) -> Result<Self, ExecutorError> {
+        let wrong = |problem: String| ExecutorError::Step { step_id: plan.step_id, problem };
         let num_tokens = plan.num_tokens();
         if num_tokens == 0 || num_tokens > limits.max_step_tokens {
             return Err(wrong(format!("{num_tokens} tokens, expected 1 to {}", limits.max_step_tokens)));

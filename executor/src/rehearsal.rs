@@ -4,8 +4,10 @@
 
 use lockstep_kernels::ops::SampleRow;
 
-use super::StepLimits;
-use crate::step::{StepPlan, StepSequence};
+use crate::{
+    StepLimits,
+    step::{StepPlan, StepSequence},
+};
 
 /// Tokens of the prompt that stands beside decoding sequences.
 const MIXED_PROMPT_TOKENS: usize = 16;
@@ -60,7 +62,7 @@ fn plan(limits: &StepLimits, lengths: &[usize]) -> StepPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rank::Batch;
+    use crate::Batch;
 
     #[test]
     fn every_plan_keeps_the_limits() {

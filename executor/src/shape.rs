@@ -7,7 +7,7 @@ use lockstep_formats::Dtype;
 use lockstep_model::ModelConfig;
 use lockstep_sharding::{RankPlan, ReplicaPlan};
 
-use crate::WorkerError;
+use crate::ExecutorError;
 
 /// Dimensions of one rank's part of the model.
 #[derive(Clone, Debug, PartialEq)]
@@ -52,10 +52,10 @@ impl RankShape {
     /// The part of `rank`.
     ///
     /// # Errors
-    /// [`WorkerError::Mismatch`] if the plan does not describe a part of this model.
-    pub fn new(config: &ModelConfig, replica: &ReplicaPlan, rank: usize) -> Result<Self, WorkerError> {
+    /// [`ExecutorError::Mismatch`] if the plan does not describe a part of this model.
+    pub fn new(config: &ModelConfig, replica: &ReplicaPlan, rank: usize) -> Result<Self, ExecutorError> {
         let (pipeline_stage, plan) =
-            replica.find_rank(rank).ok_or_else(|| WorkerError::Mismatch(format!("it has no rank {rank}")))?;
+            replica.find_rank(rank).ok_or_else(|| ExecutorError::Mismatch(format!("it has no rank {rank}")))?;
         let stage = &replica.stages[pipeline_stage];
         let tensor_parallel_rank = stage.ranks.iter().position(|other| other.rank == rank).unwrap_or(0);
         let pipeline_parallel_size = replica.stages.len();
@@ -102,10 +102,10 @@ impl RankShape {
     }
 }
 
-fn check_ranges(config: &ModelConfig, plan: &RankPlan, layers: &Range<usize>) -> Result<(), WorkerError> {
+fn check_ranges(config: &ModelConfig, plan: &RankPlan, layers: &Range<usize>) -> Result<(), ExecutorError> {
     let heads = (config.num_attention_heads, config.num_key_value_heads);
     if heads.1 == 0 || !heads.0.is_multiple_of(heads.1) {
-        return Err(WorkerError::Mismatch(format!(
+        return Err(ExecutorError::Mismatch(format!(
             "num_attention_heads {} is not divisible by num_key_value_heads {}",
             heads.0, heads.1
         )));
@@ -116,7 +116,7 @@ fn check_ranges(config: &ModelConfig, plan: &RankPlan, layers: &Range<usize>) ->
     check_range(plan.rank, "intermediate columns", &plan.intermediate, config.intermediate_size)?;
     let needed = plan.query_heads.start / group_size..plan.query_heads.end.div_ceil(group_size);
     if plan.key_value_heads != needed {
-        return Err(WorkerError::Mismatch(format!(
+        return Err(ExecutorError::Mismatch(format!(
             "rank {}: key/value heads are {:?}, query heads {:?} need {needed:?}",
             plan.rank, plan.key_value_heads, plan.query_heads
         )));
@@ -124,9 +124,9 @@ fn check_ranges(config: &ModelConfig, plan: &RankPlan, layers: &Range<usize>) ->
     Ok(())
 }
 
-fn check_range(rank: usize, what: &str, range: &Range<usize>, limit: usize) -> Result<(), WorkerError> {
+fn check_range(rank: usize, what: &str, range: &Range<usize>, limit: usize) -> Result<(), ExecutorError> {
     if range.is_empty() || range.end > limit {
-        return Err(WorkerError::Mismatch(format!("rank {rank}: {what} {range:?} are empty or exceed {limit}")));
+        return Err(ExecutorError::Mismatch(format!("rank {rank}: {what} {range:?} are empty or exceed {limit}")));
     }
     Ok(())
 }

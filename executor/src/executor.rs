@@ -8,22 +8,22 @@ use lockstep_kernels::{
 };
 use lockstep_model::ModelConfig;
 
-use super::{
-    Batch, RankPeers, RankShape, StepLimits, Traffic, Weights,
+use crate::{
+    Batch, ExecutorError, Logits, Peers, RankShape, StepLimits, Weights,
     decoder::{Activations, LayerContext},
     logits::LogitBuffers,
     rehearsal,
+    step::StepPlan,
 };
-use crate::{WorkerError, step::StepPlan};
 
 /// A rank's device with everything it holds.
-pub struct Executor<D: Device> {
+pub struct Executor<D: Device, P: Peers<D>> {
     device: D,
-    parts: Parts<D>,
+    parts: Parts<D, P>,
 }
 
 /// What a rank holds on its device.
-struct Parts<D: Device> {
+struct Parts<D: Device, P> {
     shape: RankShape,
     limits: StepLimits,
     rope: RopeTable,
@@ -31,22 +31,22 @@ struct Parts<D: Device> {
     cache: D::KvCache,
     activations: Activations<D>,
     logits: Option<LogitBuffers<D>>,
-    peers: RankPeers<D>,
+    peers: P,
 }
 
-impl<D: Device> Executor<D> {
+impl<D: Device, P: Peers<D>> Executor<D, P> {
     /// Reserves the KV cache and the activations around loaded weights.
     ///
     /// # Errors
-    /// [`WorkerError::Kernel`] if the device's memory is short.
+    /// [`ExecutorError::Kernel`] if the device's memory is short.
     pub fn new(
         device: D,
         config: &ModelConfig,
         shape: RankShape,
         limits: StepLimits,
         weights: Weights<D>,
-        peers: RankPeers<D>,
-    ) -> Result<Self, WorkerError> {
+        peers: P,
+    ) -> Result<Self, ExecutorError> {
         let spec = KvCacheSpec {
             num_layers: shape.layers.len(),
             num_blocks: limits.num_kv_blocks,
@@ -66,32 +66,40 @@ impl<D: Device> Executor<D> {
     /// Makes ready what steps of all sizes need, so that no request waits for it. The other ranks take no part.
     ///
     /// # Errors
-    /// [`WorkerError::Kernel`] if the device fails.
-    pub fn prepare(&mut self) -> Result<(), WorkerError> {
+    /// If the device fails.
+    pub fn prepare(&mut self) -> Result<(), P::Error> {
         let Self { device, parts } = self;
-        parts.peers.are_silent = true;
+        parts.peers.silence(true);
         let plans = rehearsal::plans(&parts.limits);
-        let prepared = device.prepare(|device| plans.iter().try_for_each(|plan| parts.execute(device, plan).map(drop)));
-        parts.peers.are_silent = false;
+        let prepared =
+            device.prepare(|device| plans.iter().try_for_each(|plan| parts.execute(device, plan, sample).map(drop)));
+        parts.peers.silence(false);
         prepared
     }
 
     /// Executes a step; ranks of the last stage return the candidates of their part of the vocabulary.
     ///
     /// # Errors
-    /// [`WorkerError`]: the plan is wrong, the device failed, or another rank did not come. The replica is then broken.
-    pub fn execute(&mut self, plan: &StepPlan) -> Result<Option<Vec<Candidates>>, WorkerError> {
-        self.parts.execute(&mut self.device, plan)
+    /// The plan is wrong, the device failed, or another rank did not come. The replica is then broken.
+    pub fn execute(&mut self, plan: &StepPlan) -> Result<Option<Vec<Candidates>>, P::Error> {
+        self.execute_with(plan, sample)
     }
 
-    /// Keeps every exchange between hosts until [`Self::take_traffic`].
-    pub fn keep_calls(&mut self) {
-        self.parts.peers.keep_calls();
+    /// The same, but ranks of the last stage do something else with the logits.
+    ///
+    /// # Errors
+    /// What `finish` returns, and what [`Self::execute`] does.
+    pub fn execute_with<T>(
+        &mut self,
+        plan: &StepPlan,
+        finish: impl FnOnce(&mut D, Logits<'_, D>) -> Result<T, P::Error>,
+    ) -> Result<Option<T>, P::Error> {
+        self.parts.execute(&mut self.device, plan, finish)
     }
 
-    /// What it exchanged with other ranks since this was last asked.
-    pub fn take_traffic(&mut self) -> Traffic {
-        self.parts.peers.take_traffic()
+    /// The other ranks.
+    pub fn peers(&mut self) -> &mut P {
+        &mut self.parts.peers
     }
 
     /// Scratch memory of its device.
@@ -100,15 +108,29 @@ impl<D: Device> Executor<D> {
     }
 }
 
-impl<D: Device> Parts<D> {
-    fn execute(&mut self, device: &mut D, plan: &StepPlan) -> Result<Option<Vec<Candidates>>, WorkerError> {
+/// Reduces each row as it asks.
+fn sample<D: Device, E: From<lockstep_kernels::KernelError>>(
+    device: &mut D,
+    logits: Logits<'_, D>,
+) -> Result<Vec<Candidates>, E> {
+    let Logits { rows, first_token, values } = logits;
+    if rows.is_empty() { Ok(Vec::new()) } else { Ok(device.sample(rows, first_token, values)?) }
+}
+
+impl<D: Device, P: Peers<D>> Parts<D, P> {
+    fn execute<T>(
+        &mut self,
+        device: &mut D,
+        plan: &StepPlan,
+        finish: impl FnOnce(&mut D, Logits<'_, D>) -> Result<T, P::Error>,
+    ) -> Result<Option<T>, P::Error> {
         let batch = Batch::new(plan, &self.limits)?;
         let Self { shape, rope, weights, cache, activations, logits, peers, .. } = self;
         let num_tokens = batch.num_tokens();
         peers.receive_on_host(device, num_tokens, &mut activations.hidden)?;
-        let candidates = device.step::<_, WorkerError>(|device| {
+        let finished = device.step::<_, P::Error>(|device| {
             if shape.is_first_stage() {
-                let missing = || WorkerError::Mismatch("the first stage has no embedding".to_owned());
+                let missing = || ExecutorError::Mismatch("the first stage has no embedding".to_owned());
                 let embedding = weights.embedding.as_ref().ok_or_else(missing)?;
                 let first_row = shape.vocabulary.start as u32;
                 device.embed(embedding, first_row, &batch.token_ids, &mut activations.hidden)?;
@@ -125,11 +147,12 @@ impl<D: Device> Parts<D> {
                 return Ok(None);
             };
             let head = output.head.as_ref().or(weights.embedding.as_ref());
-            let head = head.ok_or_else(|| WorkerError::Mismatch("the last stage has no output head".to_owned()))?;
-            logits.candidates(device, shape, &batch, &output.norm, head, &activations.hidden).map(Some)
+            let head = head.ok_or_else(|| ExecutorError::Mismatch("the last stage has no output head".to_owned()))?;
+            let logits = logits.compute(device, shape, &batch, &output.norm, head, &activations.hidden)?;
+            finish(device, logits).map(Some)
         })?;
         peers.send_on_host(device, num_tokens, &mut activations.hidden)?;
-        Ok(candidates)
+        Ok(finished)
     }
 }
 

@@ -2,26 +2,27 @@
 //! Invariant: only the rectangles that the plan gives this rank are read, each once.
 //! Not here: which rectangle that is (`ReplicaPlan::slice`), how it is repacked (the device).
 
+use std::ops::ControlFlow;
+
 use lockstep_formats::GgmlType;
 use lockstep_kernels::{Device, ops::HostMatrix};
 use lockstep_model::Checkpoint;
 use lockstep_sharding::{ReplicaPlan, TensorRole, TensorShape, TensorSlice};
 
-use super::RankShape;
-use crate::WorkerError;
+use crate::{ExecutorError, RankShape};
 
 /// Everything that a rank multiplies with.
 pub struct Weights<D: Device> {
     /// First stage (and the last, if it shares the table as output head): rows of the token embedding.
-    pub(super) embedding: Option<D::Linear>,
+    pub(crate) embedding: Option<D::Linear>,
     /// Layers of the stage, in order.
-    pub(super) layers: Vec<LayerWeights<D>>,
+    pub(crate) layers: Vec<LayerWeights<D>>,
     /// Last stage.
-    pub(super) output: Option<OutputWeights<D>>,
+    pub(crate) output: Option<OutputWeights<D>>,
 }
 
 /// One layer.
-pub(super) struct LayerWeights<D: Device> {
+pub(crate) struct LayerWeights<D: Device> {
     pub attention_norm: D::Tensor,
     /// Query, key and value rows of the heads held here.
     pub qkv: D::Linear,
@@ -33,7 +34,7 @@ pub(super) struct LayerWeights<D: Device> {
 }
 
 /// What turns hidden rows into logits.
-pub(super) struct OutputWeights<D: Device> {
+pub(crate) struct OutputWeights<D: Device> {
     pub norm: D::Tensor,
     /// `None`: the embedding that this rank holds already.
     pub head: Option<D::Linear>,
@@ -49,8 +50,8 @@ pub struct WeightLoader<'a, D: Device> {
     pub plan: &'a ReplicaPlan,
     /// The rank's part.
     pub shape: &'a RankShape,
-    /// Called with the bytes of each slice that was read; an error ends the load.
-    pub progress: &'a dyn Fn(u64) -> Result<(), WorkerError>,
+    /// Called with the bytes of each slice that was read; may end the load.
+    pub progress: &'a dyn Fn(u64) -> ControlFlow<()>,
 }
 
 impl<D: Device> WeightLoader<'_, D> {
@@ -62,9 +63,9 @@ impl<D: Device> WeightLoader<'_, D> {
     /// Reads and repacks every slice.
     ///
     /// # Errors
-    /// [`WorkerError::Model`] if the file cannot be read, [`WorkerError::Mismatch`] if a tensor or its slice is missing,
-    /// [`WorkerError::Kernel`] if the device refuses it.
-    pub fn load(&self) -> Result<Weights<D>, WorkerError> {
+    /// [`ExecutorError::Model`] if the file cannot be read, [`ExecutorError::Mismatch`] if a tensor or its slice is missing,
+    /// [`ExecutorError::Kernel`] if the device refuses it, [`ExecutorError::LoadEnded`] if `progress` says so.
+    pub fn load(&self) -> Result<Weights<D>, ExecutorError> {
         use TensorRole::{Output, OutputNorm, TokenEmbedding};
         let is_tied = self.checkpoint.shape().has_tied_embeddings();
         let (is_first, is_last) = (self.shape.is_first_stage(), self.shape.is_last_stage());
@@ -82,7 +83,7 @@ impl<D: Device> WeightLoader<'_, D> {
         Ok(Weights { embedding, layers, output })
     }
 
-    fn layer(&self, layer: usize) -> Result<LayerWeights<D>, WorkerError> {
+    fn layer(&self, layer: usize) -> Result<LayerWeights<D>, ExecutorError> {
         use TensorRole::{AttentionNorm, AttentionOutput, Down, FeedForwardNorm, Gate, Key, Query, Up, Value};
         Ok(LayerWeights {
             attention_norm: self.vector(Some(layer), AttentionNorm)?,
@@ -104,27 +105,29 @@ impl<D: Device> WeightLoader<'_, D> {
             .filter_map(|tensor| Some((tensor, self.plan.slice(shape, tensor, self.shape.rank)?)))
     }
 
-    fn linear(&self, layer: Option<usize>, roles: &[TensorRole]) -> Result<D::Linear, WorkerError> {
+    fn linear(&self, layer: Option<usize>, roles: &[TensorRole]) -> Result<D::Linear, ExecutorError> {
         let matrices = roles.iter().map(|role| self.matrix(layer, *role)).collect::<Result<Vec<_>, _>>()?;
         Ok(self.device.linear(matrices)?)
     }
 
-    fn vector(&self, layer: Option<usize>, role: TensorRole) -> Result<D::Tensor, WorkerError> {
+    fn vector(&self, layer: Option<usize>, role: TensorRole) -> Result<D::Tensor, ExecutorError> {
         let matrix = self.matrix(layer, role)?;
         Ok(self.device.vector(&to_f32(&matrix, role)?)?)
     }
 
-    fn matrix(&self, layer: Option<usize>, role: TensorRole) -> Result<HostMatrix, WorkerError> {
+    fn matrix(&self, layer: Option<usize>, role: TensorRole) -> Result<HostMatrix, ExecutorError> {
         let place = || layer.map_or_else(|| format!("{role:?}"), |layer| format!("{role:?} of layer {layer}"));
         let shape = self.checkpoint.shape();
         let tensor =
-            shape.tensor(role, layer).ok_or_else(|| WorkerError::Mismatch(format!("{} is missing", place())))?;
+            shape.tensor(role, layer).ok_or_else(|| ExecutorError::Mismatch(format!("{} is missing", place())))?;
         let slice = self
             .plan
             .slice(shape, tensor, self.shape.rank)
-            .ok_or_else(|| WorkerError::Mismatch(format!("it gives rank {} no {}", self.shape.rank, place())))?;
+            .ok_or_else(|| ExecutorError::Mismatch(format!("it gives rank {} no {}", self.shape.rank, place())))?;
         let bytes = self.checkpoint.read_slice(role, layer, slice.rows.clone(), slice.columns.clone())?;
-        (self.progress)(bytes.len() as u64)?;
+        if (self.progress)(bytes.len() as u64).is_break() {
+            return Err(ExecutorError::LoadEnded);
+        }
         Ok(HostMatrix { ggml_type: tensor.ggml_type, rows: slice.rows.len(), columns: slice.columns.len(), bytes })
     }
 }
@@ -134,13 +137,13 @@ fn slice_bytes(tensor: &TensorShape, slice: &TensorSlice) -> u64 {
 }
 
 /// The values of a norm's weight.
-fn to_f32(matrix: &HostMatrix, role: TensorRole) -> Result<Vec<f32>, WorkerError> {
+fn to_f32(matrix: &HostMatrix, role: TensorRole) -> Result<Vec<f32>, ExecutorError> {
     let bytes = &matrix.bytes;
     let halves = || bytes.as_chunks::<2>().0.iter();
     match matrix.ggml_type {
         GgmlType::F32 => Ok(bytes.as_chunks::<4>().0.iter().map(|chunk| f32::from_le_bytes(*chunk)).collect()),
         GgmlType::F16 => Ok(halves().map(|chunk| half::f16::from_le_bytes(*chunk).to_f32()).collect()),
         GgmlType::BF16 => Ok(halves().map(|chunk| half::bf16::from_le_bytes(*chunk).to_f32()).collect()),
-        other => Err(WorkerError::Mismatch(format!("{role:?} is of type {other}, expected F32, F16 or BF16"))),
+        other => Err(ExecutorError::Mismatch(format!("{role:?} is of type {other}, expected F32, F16 or BF16"))),
     }
 }

@@ -6,15 +6,14 @@
 //! layer, as it does between GPUs.
 
 use lockstep_kernels::{
-    Device,
+    Device, KernelError,
     ops::{Attention, Epilogue, RopeAndStore, RopeTable},
 };
 
-use super::{Batch, RankPeers, RankShape, weights::LayerWeights};
-use crate::WorkerError;
+use crate::{Batch, Peers, RankShape, weights::LayerWeights};
 
 /// Activations of a rank, `[max_step_tokens, width]` each; every layer reuses them.
-pub(super) struct Activations<D: Device> {
+pub(crate) struct Activations<D: Device> {
     /// Residual stream, `hidden_size` wide.
     pub hidden: D::Tensor,
     /// Normalized stream, `hidden_size` wide.
@@ -29,7 +28,7 @@ pub(super) struct Activations<D: Device> {
 
 impl<D: Device> Activations<D> {
     /// Zeroed activations.
-    pub fn new(device: &D, shape: &RankShape, max_step_tokens: usize) -> Result<Self, WorkerError> {
+    pub fn new(device: &D, shape: &RankShape, max_step_tokens: usize) -> Result<Self, KernelError> {
         let tensor = |width| device.tensor(max_step_tokens, width);
         Ok(Self {
             hidden: tensor(shape.hidden_size)?,
@@ -42,7 +41,7 @@ impl<D: Device> Activations<D> {
 }
 
 /// What a step's layers share.
-pub(super) struct LayerContext<'a> {
+pub(crate) struct LayerContext<'a> {
     pub shape: &'a RankShape,
     pub rope: &'a RopeTable,
     pub batch: &'a Batch<'a>,
@@ -50,28 +49,28 @@ pub(super) struct LayerContext<'a> {
 
 impl LayerContext<'_> {
     /// Runs layer number `layer`, counted from the first held here.
-    pub fn run<D: Device>(
+    pub fn run<D: Device, P: Peers<D>>(
         &self,
         device: &mut D,
         layer: usize,
         weights: &LayerWeights<D>,
         cache: &mut D::KvCache,
         activations: &mut Activations<D>,
-        peers: &mut RankPeers<D>,
-    ) -> Result<(), WorkerError> {
+        peers: &mut P,
+    ) -> Result<(), P::Error> {
         self.attention(device, layer, weights, cache, activations, peers)?;
         self.feed_forward(device, weights, activations, peers)
     }
 
-    fn attention<D: Device>(
+    fn attention<D: Device, P: Peers<D>>(
         &self,
         device: &mut D,
         layer: usize,
         weights: &LayerWeights<D>,
         cache: &mut D::KvCache,
         activations: &mut Activations<D>,
-        peers: &mut RankPeers<D>,
-    ) -> Result<(), WorkerError> {
+        peers: &mut P,
+    ) -> Result<(), P::Error> {
         let Self { shape, rope, batch } = self;
         let num_tokens = batch.num_tokens();
         let Activations { hidden, normed, qkv, attention, .. } = activations;
@@ -100,13 +99,13 @@ impl LayerContext<'_> {
         self.add_product(device, &weights.attention_output, attention, hidden, peers)
     }
 
-    fn feed_forward<D: Device>(
+    fn feed_forward<D: Device, P: Peers<D>>(
         &self,
         device: &mut D,
         weights: &LayerWeights<D>,
         activations: &mut Activations<D>,
-        peers: &mut RankPeers<D>,
-    ) -> Result<(), WorkerError> {
+        peers: &mut P,
+    ) -> Result<(), P::Error> {
         let num_tokens = self.batch.num_tokens();
         let Activations { hidden, normed, feed_forward, .. } = activations;
         device.rms_norm(num_tokens, hidden, &weights.feed_forward_norm, self.shape.rms_norm_eps, normed)?;
@@ -115,14 +114,14 @@ impl LayerContext<'_> {
     }
 
     /// `hidden += input × weightᵀ`, summed over the ranks that share the columns.
-    fn add_product<D: Device>(
+    fn add_product<D: Device, P: Peers<D>>(
         &self,
         device: &mut D,
         weight: &D::Linear,
         input: &D::Tensor,
         hidden: &mut D::Tensor,
-        peers: &mut RankPeers<D>,
-    ) -> Result<(), WorkerError> {
+        peers: &mut P,
+    ) -> Result<(), P::Error> {
         let num_tokens = self.batch.num_tokens();
         peers.with_sum(num_tokens, |sum| device.matmul_add(num_tokens, weight, input, hidden, sum))
     }
