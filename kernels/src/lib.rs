@@ -8,7 +8,7 @@
 //! - [`mod@reference`]: plain-loop oracles, slow and obvious, for tests.
 //! - [`cpu`]: the CPU device, SIMD chosen at run time.
 //! - `cuda`: NVIDIA GPUs (feature `cuda`).
-//! - `webgpu`: GPUs through Vulkan, Metal and DX12 (feature `webgpu`).
+//! - `webgpu`: GPUs through Vulkan, Metal and DX12, and those of browsers (feature `webgpu`).
 //!
 //! Invariants: a call that passes `check` stays inside its buffers; weights stay quantized in memory;
 //! the result for one token does not depend on which other tokens share the call.

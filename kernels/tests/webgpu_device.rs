@@ -16,8 +16,9 @@ fn exact() -> GpuOptions {
 
 #[test]
 fn steps_agree_with_the_oracles() {
-    for (dtype, use_subgroups) in [(Dtype::F32, true), (Dtype::F16, true), (Dtype::Bf16, true), (Dtype::F16, false)] {
-        let device = adapter::open_with(GpuOptions { use_subgroups, ..exact() });
+    // Without both as in a browser.
+    for (dtype, has_both) in [(Dtype::F32, true), (Dtype::F16, true), (Dtype::Bf16, true), (Dtype::F16, false)] {
+        let device = adapter::open_with(GpuOptions { use_subgroups: has_both, use_immediates: has_both, ..exact() });
         compare(device, usize::MAX, false, dtype, |_| EIGHT_BIT_TOLERANCE);
     }
 }
@@ -47,13 +48,16 @@ fn a_decode_step_is_one_submission() {
 #[test]
 fn a_prepared_step_gives_the_bits_of_a_new_one() {
     let tables: Vec<Vec<u32>> = vec![(0..10).collect()];
-    let run = |order: &[u32]| {
-        let mut model = Model::new(adapter::open_with(exact()), false, Dtype::F16);
+    let run = |order: &[u32], use_immediates: bool| {
+        let device = adapter::open_with(GpuOptions { use_immediates, ..exact() });
+        let mut model = Model::new(device, false, Dtype::F16);
         model.step(&batch(&[((0..9).collect(), 0)], &tables));
         let results: Vec<_> = order.iter().map(|token| model.step(&batch(&[(vec![*token], 9)], &tables))).collect();
         results.last().unwrap().clone()
     };
-    assert_eq!(run(&[5, 6, 7, 8, 3]), run(&[3]));
+    for use_immediates in [true, false] {
+        assert_eq!(run(&[5, 6, 7, 8, 3], use_immediates), run(&[3], !use_immediates));
+    }
 }
 
 #[test]

@@ -385,3 +385,17 @@ fn bad_rows_are_refused_and_broken_logits_survive() {
     assert_eq!((infinite.top[0].0, infinite.scaled_log_sum_exp), (1, f32::INFINITY));
     assert_eq!(device.sample(&[], 0, &mut logits).unwrap(), []);
 }
+
+#[test]
+fn what_is_awaited_is_what_a_wait_gives() {
+    let values = values(&mut random(), 5000, 9.0);
+    for mut device in adapter::open_both() {
+        let mut logits = adapter::tensor(&mut device, values.len(), &values);
+        let waited = device.sample(&[row(3)], 0, &mut logits).unwrap();
+        let candidates = device.sample_later(&[row(3)], 0, &mut logits).unwrap();
+        let rows = device.rows_later(1, &logits).unwrap();
+        device.gpu().wait().unwrap();
+        assert_eq!(pollster::block_on(candidates.arrive()).unwrap(), waited);
+        assert_eq!(pollster::block_on(rows.arrive::<f32>()).unwrap(), values);
+    }
+}

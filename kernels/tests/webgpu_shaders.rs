@@ -28,9 +28,10 @@ fn every_variant_translates_to_metal_within_its_limits() {
     // Metal's matrices are of 8 x 8 only: there the integer tiles are used.
     let has_them = |options: &[(&str, u32)]| !options.contains(&("COOPERATIVE", 1));
     for (source, options) in variants::all().into_iter().filter(|(_, options)| has_them(options)) {
-        for subgroups in [0, 1] {
+        // A browser has neither subgroups nor immediates.
+        for has_both in [0, 1] {
             let mut options = options.clone();
-            options.push(("SUBGROUPS", subgroups));
+            options.extend([("SUBGROUPS", has_both), ("IMMEDIATES", has_both)]);
             let name = format!("{} {options:?}", source.name);
             let text = source.variant(&options).unwrap_or_else(|error| panic!("{name}: {error}"));
             let (module, info) = validate(&name, &text);
@@ -57,7 +58,7 @@ fn every_variant_translates_to_metal_within_its_limits() {
 fn every_variant_for_tensor_cores_is_valid() {
     for (source, mut options) in variants::all() {
         if options.contains(&("COOPERATIVE", 1)) {
-            options.push(("SUBGROUPS", 1));
+            options.extend([("SUBGROUPS", 1), ("IMMEDIATES", 1)]);
             validate(&format!("{} {options:?}", source.name), &source.variant(&options).unwrap());
         }
     }

@@ -13,7 +13,7 @@ struct Params {
     num_heads: u32, num_key_value_heads: u32, head_dim: u32, group_size: u32, group_offset: u32, scale: f32,
     chunks: u32, part_blocks: u32,
 }
-var<immediate> params: Params;
+#include params
 
 struct Item {
     // First row of `qkv`, rows, where the block table begins, the first key of the range,

@@ -3,7 +3,7 @@
 // A workgroup takes one token (x) and one query head (y). Options: THREADS, GROUPS (groups of four elements of a head), QUANTIZE.
 
 struct Params { num_heads: u32, head_dim: u32 }
-var<immediate> params: Params;
+#include params
 
 // Row, first slot, ranges, how far apart their slots are.
 @group(0) @binding(0) var<storage, read> tokens: array<vec4<u32>>;

@@ -7,7 +7,7 @@
 // Options: those of the weights; STEP, ADD, SWIGLU.
 
 struct Params { num_outputs: u32, num_blocks: u32, num_tokens: u32, width: u32, first_output: u32 }
-var<immediate> params: Params;
+#include params
 
 #include weights
 @group(0) @binding(4) var<storage, read> quants: array<vec4<u32>>;

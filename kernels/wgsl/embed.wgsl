@@ -4,7 +4,7 @@
 // first one those zeros. Options: those of the weights; THREADS.
 
 struct Params { num_blocks: u32, num_rows: u32, first_row: u32, table_rows: u32, first_token: u32 }
-var<immediate> params: Params;
+#include params
 
 #include weights
 @group(0) @binding(4) var<storage, read> token_ids: array<u32>;

@@ -3,7 +3,7 @@
 // Options: DTYPE (0 f16, 1 bf16, 2 f32), THREADS.
 
 struct Params { columns: u32, num_rows: u32, first_row: u32, table_rows: u32, first_token: u32 }
-var<immediate> params: Params;
+#include params
 
 @group(0) @binding(0) var<storage, read> weights: array<u32>;
 @group(0) @binding(1) var<storage, read> token_ids: array<u32>;

@@ -3,7 +3,7 @@
 // Options: THREADS.
 
 struct Params { width: u32 }
-var<immediate> params: Params;
+#include params
 
 @group(0) @binding(0) var<storage, read> rows: array<u32>;
 @group(0) @binding(1) var<storage, read> input: array<f32>;

@@ -4,7 +4,7 @@
 // TOKENS, ADD, SWIGLU.
 
 struct Params { num_outputs: u32, columns: u32, num_tokens: u32, width: u32, first_output: u32 }
-var<immediate> params: Params;
+#include params
 
 @group(0) @binding(0) var<storage, read> weights: array<vec4<u32>>;
 @group(0) @binding(1) var<storage, read> input: array<f32>;

@@ -3,7 +3,7 @@
 // Options: THREADS.
 
 struct Params { num_groups: u32 }
-var<immediate> params: Params;
+#include params
 
 @group(0) @binding(0) var<storage, read> input: array<vec4<f32>>;
 @group(0) @binding(1) var<storage, read_write> quants: array<u32>;

@@ -3,7 +3,7 @@
 // One workgroup a row. Options: THREADS, QUANTIZE (the width is then a multiple of 32).
 
 struct Params { width: u32, epsilon: f32 }
-var<immediate> params: Params;
+#include params
 
 #if QUANTIZE
 alias Element = vec4<f32>;

@@ -7,7 +7,7 @@ struct Params {
     num_heads: u32, num_key_value_heads: u32, head_dim: u32, rotary_dim: u32, block_size: u32, head_groups: u32,
     part_blocks: u32,
 }
-var<immediate> params: Params;
+#include params
 
 @group(0) @binding(0) var<storage, read_write> qkv: array<f32>;
 // Cosine and sine of each pair of each token.

@@ -7,7 +7,7 @@
 // join a product and a sum into one rounding.
 
 struct Params { width: u32, first_token: u32, negative_infinity: u32, top_room: u32, raw_top_room: u32 }
-var<immediate> params: Params;
+#include params
 
 struct Row {
     top_k: u32, raw_top_k: u32, inverse_temperature: f32, is_drawn: u32,

@@ -5,16 +5,20 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, mpsc},
+    sync::{Arc, Mutex},
 };
 
 use ahash::RandomState;
 use wgpu::{
-    BindGroup, BindGroupDescriptor, BindGroupEntry, Buffer, BufferBinding, BufferDescriptor, BufferUsages,
-    CommandBuffer, CommandEncoderDescriptor, ComputePassDescriptor, ComputePipeline, MapMode,
+    BindGroup, BindGroupDescriptor, BindGroupEntry, Buffer, BufferBinding, CommandBuffer, CommandEncoderDescriptor,
+    ComputePassDescriptor, ComputePipeline,
 };
 
-use super::gpu::{Gpu, PARAMETER_BYTES, Pipeline};
+use super::{
+    gpu::{Gpu, Pipeline},
+    parameters::{Parameters, Words},
+    reading::Reading,
+};
 use crate::KernelError;
 
 /// Bytes of inputs that the first buffer holds.
@@ -23,6 +27,8 @@ const INPUT_BYTES: usize = 1 << 20;
 const ALIGNMENT: usize = 256;
 /// Dispatches below which a list is encoded when it is submitted.
 const LEAST_PREPARED: usize = 16;
+/// Rows of parameters that there are at least.
+const MIN_PARAMETER_ROWS: usize = 512;
 /// Bind groups that are kept.
 const MAX_BIND_GROUPS: usize = 1 << 14;
 
@@ -48,7 +54,7 @@ impl Binding {
 struct Dispatch {
     pipeline: Pipeline,
     bind_group: BindGroup,
-    parameters: [u32; PARAMETER_BYTES as usize / 4],
+    parameters: Words,
     grid: [u32; 3],
 }
 
@@ -97,8 +103,10 @@ pub struct Commands {
     inputs: Vec<Inputs>,
     is_step_open: bool,
     is_rehearsal: bool,
+    /// Rows for the parameters, where they are no immediates.
+    parameters: Option<Parameters>,
     /// What was read last, to be used again.
-    read_back: Option<Buffer>,
+    read_back: Arc<Mutex<Option<Buffer>>>,
     num_submissions: u64,
     num_dispatches: u64,
 }
@@ -118,7 +126,8 @@ impl Commands {
             last: Vec::new(),
             prepared: None,
             bind_groups: HashMap::default(),
-            read_back: None,
+            parameters: None,
+            read_back: Arc::default(),
             num_submissions: 0,
             num_dispatches: 0,
         })
@@ -211,13 +220,13 @@ impl Commands {
     ) -> Result<(), KernelError> {
         let limit = self.gpu.limits().max_compute_workgroups_per_dimension;
         let is_small = |size: &usize| u32::try_from(*size).is_ok_and(|size| size <= limit);
-        if !grid.iter().all(is_small) || parameters.len() > PARAMETER_BYTES as usize / 4 {
+        let mut words = Words::default();
+        if !grid.iter().all(is_small) || parameters.len() > words.len() {
             return Err(self.gpu.error(format!("{}: a grid of {grid:?} workgroups, at most {limit}", pipeline.name)));
         }
         if grid.contains(&0) {
             return Ok(());
         }
-        let mut words = [0; PARAMETER_BYTES as usize / 4];
         words[..parameters.len()].copy_from_slice(parameters);
         let bind_group = self.bind_group(pipeline, bindings);
         let grid = grid.map(|size| size as u32);
@@ -270,6 +279,7 @@ impl Commands {
             }
         }
         let dispatches = std::mem::take(&mut self.waiting);
+        self.send_parameters(&dispatches);
         self.num_dispatches += dispatches.len() as u64;
         self.num_submissions += 1;
         if dispatches.len() < LEAST_PREPARED {
@@ -281,6 +291,19 @@ impl Commands {
             self.forget_inputs();
         }
         self.gpu.check()
+    }
+
+    /// Sends the parameters of dispatches where these are no immediates.
+    fn send_parameters(&mut self, dispatches: &[Dispatch]) {
+        let Some(layout) = self.gpu.parameter_layout() else { return };
+        let known = self.parameters.take().filter(|known| known.num_rows() >= dispatches.len());
+        let parameters = known.unwrap_or_else(|| {
+            // What was prepared refers to the rows of before.
+            self.prepared = None;
+            Parameters::new(&self.gpu.device, layout, dispatches.len().next_power_of_two().max(MIN_PARAMETER_ROWS))
+        });
+        parameters.send(&self.gpu.queue, dispatches.iter().map(|dispatch| &dispatch.parameters));
+        self.parameters = Some(parameters);
     }
 
     /// Submits what was prepared if that is the list, and prepares it again if it came twice.
@@ -304,10 +327,16 @@ impl Commands {
         let mut encoder = self.gpu.device.create_command_encoder(&CommandEncoderDescriptor { label: Some("step") });
         if !dispatches.is_empty() {
             let mut pass = encoder.begin_compute_pass(&ComputePassDescriptor { label: None, timestamp_writes: None });
-            for dispatch in dispatches {
+            for (index, dispatch) in dispatches.iter().enumerate() {
                 pass.set_pipeline(&dispatch.pipeline.pipeline);
                 pass.set_bind_group(0, &dispatch.bind_group, &[]);
-                pass.set_immediates(0, bytemuck::cast_slice(&dispatch.parameters));
+                match &self.parameters {
+                    Some(parameters) => {
+                        let (row, offset) = parameters.row(index);
+                        pass.set_bind_group(1, row, &[offset]);
+                    }
+                    None => pass.set_immediates(0, bytemuck::cast_slice(&dispatch.parameters)),
+                }
                 pass.dispatch_workgroups(dispatch.grid[0], dispatch.grid[1], dispatch.grid[2]);
             }
         }
@@ -336,30 +365,18 @@ impl Commands {
             self.submit()?;
             return Ok(vec![T::zeroed(); part.num_bytes as usize / size_of::<T>()]);
         }
-        let target = match self.read_back.take() {
-            Some(buffer) if buffer.size() >= part.num_bytes => buffer,
-            _ => self.gpu.device.create_buffer(&BufferDescriptor {
-                label: Some("read back"),
-                size: part.num_bytes.next_power_of_two(),
-                usage: BufferUsages::MAP_READ | BufferUsages::COPY_DST,
-                mapped_at_creation: false,
-            }),
-        };
-        self.submit_and_copy(Some(Copy { source: part.clone(), target: target.clone() }))?;
-        let slice = target.slice(..part.num_bytes);
-        let (sender, receiver) = mpsc::channel();
-        slice.map_async(MapMode::Read, move |mapped| drop(sender.send(mapped)));
+        let reading = self.read_later(part)?;
         self.gpu.wait()?;
-        match receiver.try_recv() {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => return Err(self.gpu.error(error.to_string())),
-            Err(_) => return Err(self.gpu.error("the GPU's answer did not arrive")),
-        }
-        let view = slice.get_mapped_range().map_err(|error| self.gpu.error(error.to_string()))?;
-        let values = bytemuck::pod_collect_to_vec(&view);
-        drop(view);
-        target.unmap();
-        self.read_back = Some(target);
-        Ok(values)
+        reading.arrived()
+    }
+
+    /// The same without waiting.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if wgpu refuses it.
+    pub fn read_later(&mut self, part: &Binding) -> Result<Reading, KernelError> {
+        let target = Reading::target(&self.gpu, &self.read_back, part.num_bytes);
+        self.submit_and_copy(Some(Copy { source: part.clone(), target: target.clone() }))?;
+        Ok(Reading::new(&self.gpu, &self.read_back, target, part.num_bytes))
     }
 }

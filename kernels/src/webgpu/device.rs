@@ -12,16 +12,18 @@ use super::{
     attention::{self, StagedItems},
     commands::{Binding, Commands},
     elementwise,
-    gpu::{Gpu, GpuOptions},
+    gpu::Gpu,
     kv_cache::WebGpuKvCache,
     matmul::{self, Target, WebGpuLinear, embed},
+    reading::Reading,
     rope_and_store::{self, StagedTokens},
-    sample,
+    sample::{self, PendingCandidates},
     tensor::WebGpuTensor,
 };
+#[cfg(not(target_family = "wasm"))]
+use crate::adapter_id::AdapterId;
 use crate::{
     Device, KernelError,
-    adapter_id::AdapterId,
     device::{KvCacheSpec, Scratch},
     group::{Collective, NoCommunicator, Sum},
     ops::{Attention, Candidates, Epilogue, HostMatrix, RopeAndStore, RopeTable, SampleRow},
@@ -53,21 +55,27 @@ impl WebGpuDevice {
     ///
     /// # Errors
     /// [`KernelError`] if there is none of that name, or it lacks what is needed.
+    #[cfg(not(target_family = "wasm"))]
     pub fn new(id: AdapterId) -> Result<Self, KernelError> {
-        Self::with_options(id, GpuOptions::default())
+        Self::with_options(id, Default::default())
     }
 
     /// Opens an adapter and uses of it what the options allow.
     ///
     /// # Errors
     /// [`KernelError`] if there is none of that name, or it lacks what is needed.
-    pub fn with_options(id: AdapterId, options: GpuOptions) -> Result<Self, KernelError> {
-        let gpu = Gpu::open(id, options)?;
+    #[cfg(not(target_family = "wasm"))]
+    pub fn with_options(id: AdapterId, options: super::gpu::GpuOptions) -> Result<Self, KernelError> {
+        Self::of(&pollster::block_on(Gpu::open(super::adapter::find(id)?, &id.to_string(), options))?)
+    }
+
+    /// The device of an opened GPU.
+    pub(super) fn of(gpu: &Arc<Gpu>) -> Result<Self, KernelError> {
         Ok(Self {
-            products: WebGpuTensor::zeroed(&gpu, 0, 0)?,
+            products: WebGpuTensor::zeroed(gpu, 0, 0)?,
             partial: Binding::whole(&gpu.buffer("partial sums", 0)?),
             candidates: Binding::whole(&gpu.buffer("candidates", 0)?),
-            commands: Commands::new(&gpu)?,
+            commands: Commands::new(gpu)?,
             staged: Staged::default(),
         })
     }
@@ -80,6 +88,28 @@ impl WebGpuDevice {
     /// Its dispatches, for tests and benchmarks.
     pub fn commands(&mut self) -> &mut Commands {
         &mut self.commands
+    }
+
+    /// [`Device::sample`] without waiting for the GPU.
+    ///
+    /// # Errors
+    /// [`KernelError`] if the call does not pass its checks.
+    pub fn sample_later(
+        &mut self,
+        rows: &[SampleRow],
+        first_token: u32,
+        logits: &mut WebGpuTensor,
+    ) -> Result<PendingCandidates, KernelError> {
+        sample::sample_later(&mut self.commands, rows, first_token, logits, &mut self.candidates)
+    }
+
+    /// The first rows of a tensor, without waiting for the GPU.
+    ///
+    /// # Errors
+    /// [`KernelError`] if there are not as many.
+    pub fn rows_later(&mut self, num_tokens: usize, tensor: &WebGpuTensor) -> Result<Reading, KernelError> {
+        tensor.expect_tokens("rows_later", num_tokens)?;
+        self.commands.read_later(&tensor.rows(num_tokens))
     }
 
     fn tokens(&mut self, call: &RopeAndStore<'_>, table: &RopeTable) -> Result<StagedTokens, KernelError> {

@@ -17,11 +17,11 @@ use wgpu::{
 };
 
 use super::{
-    adapter,
     matmul::Shape,
+    parameters,
     source::{self, Options, Source},
 };
-use crate::{KernelError, adapter_id::AdapterId};
+use crate::KernelError;
 
 /// Longest wait for a GPU; a step takes seconds at worst.
 const TIMEOUT: Duration = Duration::from_secs(120);
@@ -38,28 +38,32 @@ pub struct GpuOptions {
     pub use_subgroups: bool,
     /// Tensor cores, where the adapter has them.
     pub use_cooperative_matrices: bool,
+    /// Parameters as immediates, where the adapter has them; else they are uniforms.
+    pub use_immediates: bool,
     /// No binding of weights or of a KV cache is larger, whatever the adapter allows.
     pub max_binding_bytes: u64,
 }
 
 impl Default for GpuOptions {
     fn default() -> Self {
-        Self { use_subgroups: true, use_cooperative_matrices: true, max_binding_bytes: u64::MAX }
+        Self { use_subgroups: true, use_cooperative_matrices: true, use_immediates: true, max_binding_bytes: u64::MAX }
     }
 }
 
 /// An opened GPU.
 #[derive(Debug)]
 pub struct Gpu {
-    id: AdapterId,
     name: String,
     options: GpuOptions,
+    #[cfg_attr(target_family = "wasm", expect(dead_code, reason = "pages measure nothing"))]
     pub(super) adapter: Adapter,
     pub(super) device: Device,
     pub(super) queue: Queue,
     limits: Limits,
     features: Features,
     has_cooperative_matrices: bool,
+    /// Of the parameters, if they are uniforms.
+    parameter_layout: Option<BindGroupLayout>,
     matvec_shape: Mutex<Option<Shape>>,
     pipelines: Mutex<HashMap<(&'static str, Options), Pipeline, RandomState>>,
     failure: Arc<Mutex<Option<String>>>,
@@ -81,21 +85,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Gpu {
-    /// Opens an adapter.
+    /// Opens an adapter that settings and reports call `id`.
     ///
     /// # Errors
-    /// [`KernelError::Device`] if there is none of that name, or it does not open; [`KernelError::Unsupported`] if it
-    /// lacks what every kernel needs.
-    pub fn open(id: AdapterId, options: GpuOptions) -> Result<Arc<Self>, KernelError> {
-        let adapter = adapter::find(id)?;
+    /// [`KernelError::Device`] if it does not open.
+    pub async fn open(adapter: Adapter, id: &str, options: GpuOptions) -> Result<Arc<Self>, KernelError> {
         let info = adapter.get_info();
         let name = format!("{id} {} ({})", info.name, info.driver);
-        let mut wanted = Features::IMMEDIATES;
-        if !adapter.features().contains(wanted) {
-            let what = "an adapter without immediates".to_owned();
-            return Err(KernelError::Unsupported { operation: "open", what, device: name });
+        let mut wanted = Features::TIMESTAMP_QUERY;
+        if options.use_immediates {
+            wanted |= Features::IMMEDIATES;
         }
-        wanted |= Features::TIMESTAMP_QUERY;
         if options.use_subgroups {
             wanted |= Features::SUBGROUP;
         }
@@ -114,7 +114,7 @@ impl Gpu {
             memory_hints: MemoryHints::Performance,
             ..DeviceDescriptor::default()
         };
-        let opened = pollster::block_on(adapter.request_device(&descriptor));
+        let opened = adapter.request_device(&descriptor).await;
         let failed =
             |error: wgpu::RequestDeviceError| KernelError::Device { device: name.clone(), what: error.to_string() };
         let (device, queue) = opened.map_err(failed)?;
@@ -129,8 +129,9 @@ impl Gpu {
         });
         let pipelines = Mutex::default();
         let has_cooperative_matrices = has_cooperative_matrices(&adapter, features);
+        let has_immediates = features.contains(Features::IMMEDIATES);
+        let parameter_layout = (!has_immediates).then(|| parameters::layout(&device));
         let gpu = Self {
-            id,
             name,
             options,
             adapter,
@@ -139,6 +140,7 @@ impl Gpu {
             limits,
             features,
             has_cooperative_matrices,
+            parameter_layout,
             matvec_shape: Mutex::default(),
             pipelines,
             failure,
@@ -149,11 +151,6 @@ impl Gpu {
     /// Kind and model, such as `vulkan:0 NVIDIA H200 (NVIDIA)`.
     pub fn name(&self) -> &str {
         &self.name
-    }
-
-    /// Its name in settings.
-    pub fn id(&self) -> AdapterId {
-        self.id
     }
 
     /// Whether kernels reduce over subgroups.
@@ -174,6 +171,11 @@ impl Gpu {
     /// Whether it has tensor cores for 16 x 16 x 16 products of f16, summed in f32, and the memory that their kernel takes.
     pub fn has_cooperative_matrices(&self) -> bool {
         self.has_cooperative_matrices
+    }
+
+    /// What pipelines expect as their second group of bindings, if parameters are no immediates.
+    pub(super) fn parameter_layout(&self) -> Option<&BindGroupLayout> {
+        self.parameter_layout.as_ref()
     }
 
     /// The device's limits.
@@ -251,6 +253,7 @@ impl Gpu {
     pub fn pipeline(&self, source: &'static Source, options: &[(&'static str, u32)]) -> Result<Pipeline, KernelError> {
         let mut options = options.to_vec();
         options.push(("SUBGROUPS", u32::from(self.has_subgroups())));
+        options.push(("IMMEDIATES", u32::from(self.parameter_layout.is_none())));
         let key = (source.name, options);
         if let Some(known) = lock(&self.pipelines).get(&key) {
             return Ok(known.clone());
@@ -262,10 +265,11 @@ impl Gpu {
         // SAFETY: the shader is this crate's own: each operation checks before a dispatch that its parameters keep every
         // access inside the bound ranges, and its loops end.
         let module = unsafe { self.device.create_shader_module_trusted(descriptor, ShaderRuntimeChecks::unchecked()) };
+        let groups: Vec<_> = [&layout].into_iter().chain(self.parameter_layout()).map(Some).collect();
         let pipeline_layout = self.device.create_pipeline_layout(&PipelineLayoutDescriptor {
             label: Some(source.name),
-            bind_group_layouts: &[Some(&layout)],
-            immediate_size: PARAMETER_BYTES,
+            bind_group_layouts: &groups,
+            immediate_size: if self.parameter_layout.is_none() { PARAMETER_BYTES } else { 0 },
         });
         let pipeline = self.device.create_compute_pipeline(&ComputePipelineDescriptor {
             label: Some(source.name),

@@ -4,6 +4,7 @@
 
 use super::{
     commands::{Binding, Commands},
+    reading::Reading,
     source::Source,
     tensor::WebGpuTensor,
 };
@@ -35,6 +36,34 @@ struct Row {
     num_penalties: u32,
 }
 
+/// Where the results of a call lie.
+struct Results {
+    part: Binding,
+    num_slices: usize,
+    slice_words: usize,
+    rooms: [usize; 2],
+    width: usize,
+}
+
+/// Reduced rows on their way back.
+pub struct PendingCandidates {
+    rows: Vec<SampleRow>,
+    results: Option<(Results, Reading)>,
+}
+
+impl PendingCandidates {
+    /// What came of each row, as soon as the GPU has it.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if the GPU fails.
+    pub async fn arrive(self) -> Result<Vec<Candidates>, KernelError> {
+        match self.results {
+            Some((results, reading)) => Ok(results.merge(&self.rows, &reading.arrive().await?)),
+            None => Ok(Vec::new()),
+        }
+    }
+}
+
 /// Reduces the first rows of `logits` and reads back what comes of them, by way of `results`.
 ///
 /// # Errors
@@ -46,6 +75,37 @@ pub(super) fn sample(
     logits: &WebGpuTensor,
     results: &mut Binding,
 ) -> Result<Vec<Candidates>, KernelError> {
+    match push(commands, rows, first_token, logits, results)? {
+        Some(results) => Ok(results.merge(rows, &commands.read(&results.part)?)),
+        None => Ok(Vec::new()),
+    }
+}
+
+/// The same without waiting for the GPU.
+///
+/// # Errors
+/// [`KernelError`] if a row does not pass its checks or the GPU fails.
+pub(super) fn sample_later(
+    commands: &mut Commands,
+    rows: &[SampleRow],
+    first_token: u32,
+    logits: &WebGpuTensor,
+    results: &mut Binding,
+) -> Result<PendingCandidates, KernelError> {
+    let results = push(commands, rows, first_token, logits, results)?;
+    let read = |results: Results| Ok::<_, KernelError>((commands.read_later(&results.part)?, results));
+    let results = results.map(read).transpose()?.map(|(reading, results)| (results, reading));
+    Ok(PendingCandidates { rows: rows.to_vec(), results })
+}
+
+/// Adds the reduction to the commands, unless there are no rows.
+fn push(
+    commands: &mut Commands,
+    rows: &[SampleRow],
+    first_token: u32,
+    logits: &WebGpuTensor,
+    results: &mut Binding,
+) -> Result<Option<Results>, KernelError> {
     rows.iter().try_for_each(SampleRow::check)?;
     logits.expect_tokens("sample", rows.len())?;
     let width = logits.width();
@@ -54,7 +114,7 @@ pub(super) fn sample(
         return Err(KernelError::OutOfRange { operation: "sample", what: "last token id", got, limit });
     }
     if rows.is_empty() {
-        return Ok(Vec::new());
+        return Ok(None);
     }
     let room = |wanted: fn(&SampleRow) -> usize| rows.iter().map(wanted).max().unwrap_or(0).min(SLICE);
     let rooms = [room(|row| row.top_k), room(|row| row.raw_top_k)];
@@ -70,16 +130,22 @@ pub(super) fn sample(
     let infinity = f32::NEG_INFINITY.to_bits();
     let parameters = [width as u32, first_token, infinity, rooms[0] as u32, rooms[1] as u32];
     commands.dispatch(&pipeline, bindings, &parameters, [num_slices, rows.len(), 1])?;
-    let words: Vec<u32> = commands.read(&Binding { num_bytes, ..results.clone() })?;
-    let mut slices = words.chunks_exact(slice_words);
-    let read = |row: &SampleRow, slices: &mut dyn Iterator<Item = &[u32]>| {
-        let slices = slices.take(num_slices).enumerate();
-        Candidates::merge(
-            row,
-            slices.map(|(slice, words)| candidates(row, words, rooms, SLICE.min(width - slice * SLICE))),
-        )
-    };
-    Ok(rows.iter().map(|row| read(row, &mut slices)).collect())
+    let part = Binding { num_bytes, ..results.clone() };
+    Ok(Some(Results { part, num_slices, slice_words, rooms, width }))
+}
+
+impl Results {
+    /// What came of each row.
+    fn merge(&self, rows: &[SampleRow], words: &[u32]) -> Vec<Candidates> {
+        let Self { num_slices, slice_words, rooms, width, .. } = *self;
+        let rows_words = words.chunks_exact(num_slices * slice_words);
+        let merged = rows.iter().zip(rows_words).map(|(row, words)| {
+            let slices = words.chunks_exact(slice_words).enumerate();
+            let slices = slices.map(|(slice, words)| candidates(row, words, rooms, SLICE.min(width - slice * SLICE)));
+            Candidates::merge(row, slices)
+        });
+        merged.collect()
+    }
 }
 
 fn stage(commands: &mut Commands, rows: &[SampleRow]) -> Result<(Binding, Binding), KernelError> {

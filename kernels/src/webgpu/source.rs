@@ -18,9 +18,10 @@ pub struct Source {
 pub type Options = Vec<(&'static str, u32)>;
 
 /// Files that others include.
-const INCLUDES: [(&str, &str); 5] = [
+const INCLUDES: [(&str, &str); 6] = [
     ("activations", include_str!("../../wgsl/include/activations.wgsl")),
     ("kv_cache", include_str!("../../wgsl/include/kv_cache.wgsl")),
+    ("params", include_str!("../../wgsl/include/params.wgsl")),
     ("quantize", include_str!("../../wgsl/include/quantize.wgsl")),
     ("reduce", include_str!("../../wgsl/include/reduce.wgsl")),
     ("weights", include_str!("../../wgsl/include/weights.wgsl")),
@@ -49,7 +50,7 @@ impl Source {
     }
 }
 
-/// The bindings of a variant, as `(number, whether it is only read)`.
+/// The bindings of a variant beside its parameters, as `(number, whether it is only read)`.
 pub fn bindings(variant: &str) -> Vec<(u32, bool)> {
     let binding = |line: &str| {
         let (number, rest) = line.strip_prefix("@group(0) @binding(")?.split_once(')')?;

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::quant::ACTIVATION_BLOCK;
 
-/// A source with the options of one variant, but for `SUBGROUPS`.
+/// A source with the options of one variant, but for those of the adapter: `SUBGROUPS` and `IMMEDIATES`.
 pub type Variant = (&'static Source, Options);
 
 /// All variants. Heads are of the sizes 33 to 512, groups of up to eight heads.

@@ -10,10 +10,10 @@ pub fn open_with(options: GpuOptions) -> WebGpuDevice {
     WebGpuDevice::with_options(AdapterId { backend: Backend::Vulkan, ordinal: 0 }, options).unwrap()
 }
 
-/// The adapter with all that it has, and without subgroups.
+/// The adapter with all that it has, and as a browser gives it: without subgroups and immediates.
 #[allow(dead_code, reason = "not every test needs both")]
 pub fn open_both() -> [WebGpuDevice; 2] {
-    [true, false].map(|use_subgroups| open_with(GpuOptions { use_subgroups, ..GpuOptions::default() }))
+    [true, false].map(|has| open_with(GpuOptions { use_subgroups: has, use_immediates: has, ..GpuOptions::default() }))
 }
 
 /// A tensor of these rows.
