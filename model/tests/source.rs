@@ -160,6 +160,24 @@ async fn a_file_arrives_whole_with_progress() {
 }
 
 #[tokio::test]
+async fn missing_folders_are_made_and_nothing_is_written_beside_a_file_that_is_there() {
+    let server = Server::start(|_, request| serve(request, &file(), "\"a\"", usize::MAX)).await;
+    let folder = tempfile::tempdir().expect("folder");
+    let source = format!("{}/m.gguf", server.address);
+    let fetched = pull(&source, &folder.path().join("a/b/"), &options()).await.expect("into a folder");
+    assert_eq!(fetched.path, folder.path().join("a/b/m.gguf"));
+    let fetched = pull(&source, &folder.path().join("c/n.gguf"), &options()).await.expect("to a file");
+    assert_eq!(fetched.path, folder.path().join("c/n.gguf"));
+    std::fs::remove_file(folder.path().join("c/n.gguf.lock")).expect("lock");
+    // As on a volume that is mounted read-only.
+    let checked = FetchOptions { sha256: Some(sha256(&file())), ..options() };
+    for options in [options(), checked] {
+        assert!(pull(&source, &fetched.path, &options).await.expect("it is there").was_present);
+    }
+    assert_eq!(names(&folder.path().join("c")), ["n.gguf"]);
+}
+
+#[tokio::test]
 async fn broken_connections_are_resumed() {
     let server = Server::start(|_, request| serve(request, &file(), "\"a\"", 70_000)).await;
     let folder = tempfile::tempdir().expect("folder");

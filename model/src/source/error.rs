@@ -66,6 +66,16 @@ pub enum FetchError {
         /// Cause.
         source: Box<object_store::Error>,
     },
+    /// The environment names no credentials, and the machine has no identity that it could show instead.
+    #[error("{url}: no credentials: {hint} ({source})")]
+    Credentials {
+        /// Without the query.
+        url: String,
+        /// What to set.
+        hint: &'static str,
+        /// What the machine's service of identities said.
+        source: Box<object_store::Error>,
+    },
     /// Nothing came for too long.
     #[error("{url}: nothing came for {seconds} s")]
     Stalled {

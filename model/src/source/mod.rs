@@ -96,8 +96,9 @@ pub struct Fetched {
     pub was_present: bool,
 }
 
-/// Fetches `source` to `destination`: a file, or a folder that exists (then under the source's own file name). A file
-/// that is there already is kept, if it has the SHA-256 that was asked for.
+/// Fetches `source` to `destination`: a file, or a folder (then under the source's own file name), which is a path that
+/// ends in a slash or leads to one. Folders that are missing are made. A file that is there already is kept, if it has the
+/// SHA-256 that was asked for; nothing is written then, so it may lie where nothing can be.
 ///
 /// What has come so far lies in `<file>.partial` beside it, also after an error.
 ///
@@ -111,8 +112,16 @@ pub async fn fetch(
 ) -> Result<Fetched, FetchError> {
     let location = Location::parse(source, &options.hf_endpoint)?;
     let wanted = options.sha256.as_deref().map(|hash| location::parse_sha256(source, hash)).transpose()?;
-    let path = if destination.is_dir() { destination.join(&location.file_name) } else { destination.to_owned() };
+    let is_folder = destination.is_dir() || destination.as_os_str().as_encoded_bytes().ends_with(b"/");
+    let path = if is_folder { destination.join(&location.file_name) } else { destination.to_owned() };
+    if let Some(present) = check_present(&path, wanted.as_deref()).await? {
+        return Ok(present);
+    }
+    if let Some(folder) = path.parent() {
+        std::fs::create_dir_all(folder).map_err(FetchError::io(folder, "create the folder"))?;
+    }
     let _lock = lock(&path, options.waits_for_others).await?;
+    // Another process may have been faster.
     if let Some(present) = check_present(&path, wanted.as_deref()).await? {
         return Ok(present);
     }

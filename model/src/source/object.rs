@@ -21,6 +21,8 @@ use super::{FetchError, FetchOptions, location::without_query};
 
 /// Longest that one answer may take, its body included: only what stands still is given up, and that is found otherwise.
 const WHOLE_ANSWER: &str = "24h";
+/// Where every cloud's machines ask for their identity, which is what is tried where the environment names none.
+const IDENTITY_SERVICE: &str = "169.254.169.254";
 
 /// One object, by its address.
 #[derive(Clone, Debug)]
@@ -92,7 +94,28 @@ impl RemoteObject {
     }
 
     fn failed(&self, source: object_store::Error) -> FetchError {
-        FetchError::Object { url: self.url.clone(), source: Box::new(source) }
+        let (url, is_nobody) = (self.url.clone(), source.to_string().contains(IDENTITY_SERVICE));
+        let source = Box::new(source);
+        if is_nobody {
+            let hint = credentials_hint(&url);
+            return FetchError::Credentials { url, hint, source };
+        }
+        FetchError::Object { url, source }
+    }
+}
+
+/// What a store's credentials are, for whoever has none.
+fn credentials_hint(url: &str) -> &'static str {
+    match url.split_once(':') {
+        Some(("gs", _)) => {
+            "set GOOGLE_SERVICE_ACCOUNT or GOOGLE_APPLICATION_CREDENTIALS, or GOOGLE_SKIP_SIGNATURE=true for a public bucket"
+        }
+        Some(("s3" | "s3a", _)) => {
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true for a public bucket"
+        }
+        _ => {
+            "set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY, or AZURE_SKIP_SIGNATURE=true for a public container"
+        }
     }
 }
 

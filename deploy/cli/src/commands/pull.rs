@@ -20,7 +20,7 @@ pub struct Args {
     /// hf://org/repo/file[@revision], an http(s) URL, s3://bucket/key, gs://bucket/object or az://container/blob
     #[arg(value_name = "SOURCE")]
     source: String,
-    /// File or existing folder to write to
+    /// File to write to, or a folder: one that exists, or any path that ends in /. What is missing on the way is made
     #[arg(long, short, value_name = "PATH", default_value = ".")]
     output: PathBuf,
     /// SHA-256 that the file must have, in hexadecimal [default: what Hugging Face declares]
