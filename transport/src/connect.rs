@@ -23,7 +23,7 @@ use crate::{AddressError, ClientTls, ClusterTls, HANDSHAKE_TIMEOUT, is_local, st
 pub enum Outbound {
     /// Without TLS.
     ClearText,
-    /// To a server, whose certificate must be for the name in the address.
+    /// To a server, whose certificate must be for the name in the address, or the one of [`Connector::expecting`].
     Server(ClientTls),
     /// To a member of the cluster, as a member.
     Member(ClusterTls),
@@ -34,6 +34,8 @@ pub enum Outbound {
 pub struct Connector {
     host: String,
     port: u16,
+    /// What the server's certificate is to be for, if not for `host`.
+    server_name: Option<String>,
     outbound: Outbound,
 }
 
@@ -58,7 +60,13 @@ impl Connector {
         let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
         // The endpoint knows nothing of TLS: all of it is the connector's.
         let origin = uri(if is_secured { "https" } else { "http" })?;
-        Ok((Endpoint::from(target.clone()).origin(origin), Self { host, port, outbound }))
+        Ok((Endpoint::from(target.clone()).origin(origin), Self { host, port, server_name: None, outbound }))
+    }
+
+    /// The same, to a server whose certificate is for another name than the address has.
+    #[must_use]
+    pub fn expecting(self, server_name: Option<String>) -> Self {
+        Self { server_name, ..self }
     }
 
     /// Whether it surely stays on this machine; a name is looked up only when it connects.
@@ -74,8 +82,8 @@ impl Connector {
             Outbound::Server(tls) => tls.0,
             Outbound::Member(tls) => tls.grpc_client(),
         };
-        let name =
-            ServerName::try_from(self.host).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
+        let name = self.server_name.unwrap_or(self.host);
+        let name = ServerName::try_from(name).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
         let handshake = TlsConnector::from(config).connect(name, socket);
         let silent =
             |_| io::Error::new(io::ErrorKind::TimedOut, "the other end did not finish the TLS handshake in time");

@@ -45,6 +45,9 @@ pub struct ServerArgs {
     /// Certificates of the authorities that the server's may come from, PEM; speaks TLS [default, with https: the system's]
     #[arg(long, env = "LOCKSTEP_TLS_CA", value_name = "FILE")]
     tls_ca: Option<PathBuf>,
+    /// Name that the server's certificate must be for [default: the address's]
+    #[arg(long, env = "LOCKSTEP_TLS_SERVER_NAME", value_name = "NAME")]
+    tls_server_name: Option<String>,
     /// Certificate to show to a server that demands one, PEM; speaks TLS
     #[arg(long, env = "LOCKSTEP_CLIENT_CERT", value_name = "FILE")]
     tls_cert: Option<PathBuf>,
@@ -110,7 +113,7 @@ impl Interceptor for ApiKey {
 impl ServerArgs {
     /// A coordinator that this process has started, in clear text or with the certificate of `files`.
     pub fn own(server: String, files: Option<TlsFiles>, api_key: Option<ApiKey>) -> Self {
-        Self { server, tls_ca: None, tls_cert: None, tls_key: None, api_key, own_server: files }
+        Self { server, tls_ca: None, tls_server_name: None, tls_cert: None, tls_key: None, api_key, own_server: files }
     }
 
     /// A client of the Inference service.
@@ -201,6 +204,7 @@ impl ServerArgs {
         };
         let is_secured = !matches!(outbound, Outbound::ClearText);
         let (endpoint, connector) = Connector::new(address, outbound).context("server")?;
+        let connector = connector.expecting(self.tls_server_name.clone());
         let endpoint = endpoint
             .connect_timeout(CONNECT_TIMEOUT)
             .http2_keep_alive_interval(PING_INTERVAL)
