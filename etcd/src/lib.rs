@@ -2,6 +2,7 @@
 //!
 //! - [`EtcdSettings`]: where etcd answers, and the prefix of the cluster's keys. [`keys`]: the keys themselves.
 //! - [`Connection`]: one endpoint at a time, every call with a limit. [`Lease`]: kept alive by whoever holds it.
+//! - [`membership`]: how a member of etcd itself starts.
 //!
 //! For: the worker's registration and the coordinator's registry. Without the feature `client` there are only settings
 //! and keys, so that a build without protoc can still say what it lacks.
@@ -14,6 +15,8 @@ mod connection;
 pub mod keys;
 #[cfg(feature = "client")]
 mod lease;
+#[cfg(feature = "client")]
+pub mod membership;
 mod settings;
 
 #[cfg(feature = "client")]

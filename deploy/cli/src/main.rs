@@ -57,6 +57,8 @@ enum Command {
     Synth(commands::synth::Args),
     Tenant(commands::tenant::Args),
     Pull(commands::pull::Args),
+    #[cfg(feature = "etcd")]
+    EtcdMember(commands::etcd_member::Args),
 }
 
 impl Command {
@@ -121,6 +123,8 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Synth(args) => runtime.block_on(commands::synth::run(args)),
         Command::Tenant(args) => commands::tenant::run(&args),
         Command::Pull(args) => runtime.block_on(commands::pull::run(args)),
+        #[cfg(feature = "etcd")]
+        Command::EtcdMember(args) => runtime.block_on(commands::etcd_member::run(args)),
     };
     exporting.into_iter().for_each(Exporting::finish);
     // A reader that blocks on standard input must not hold the process back.

@@ -4,6 +4,8 @@ pub mod bench;
 pub mod coordinator;
 pub mod devices;
 pub mod drain;
+#[cfg(feature = "etcd")]
+pub mod etcd_member;
 pub mod generate;
 pub mod health;
 pub mod plan;
