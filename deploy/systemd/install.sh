@@ -28,6 +28,10 @@ done
 
 getent passwd lockstep >/dev/null ||
     useradd --system --user-group --home-dir /var/lib/lockstep --no-create-home --shell /usr/sbin/nologin lockstep
+# The devices of GPUs that are reached through Vulkan belong to these, where there are any.
+for group in render video; do
+    ! getent group "$group" >/dev/null || usermod --append --groups "$group" lockstep
+done
 systemctl daemon-reload
 units=("${@/#/lockstep-}")
 systemctl enable "${units[@]}"

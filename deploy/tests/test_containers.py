@@ -151,6 +151,13 @@ class Units(unittest.TestCase):
             checked = run("systemd-analyze", "verify", "--man=no", *units)
             self.assertEqual((checked.returncode, checked.stderr), (0, ""))
 
+    def test_a_drain_ends_before_it_is_cut_off(self):
+        for role in ("coordinator", "worker"):
+            shown = run(BINARY, role, "--help").stdout
+            drain = int(re.search(r"--drain-timeout-secs.*?\[default: (\d+)\]", shown, re.DOTALL)[1])
+            unit = (DEPLOY / f"systemd/lockstep-{role}.service").read_text()
+            self.assertGreaterEqual(int(re.search(r"TimeoutStopSec=(\d+)", unit)[1]), drain + 30)
+
     def test_settings_are_the_binary_s(self):
         """The binary gets past the file, to a setting that is wrong."""
         with tempfile.TemporaryDirectory() as root:

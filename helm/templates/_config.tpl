@@ -17,13 +17,19 @@
 {{- toJson $pools -}}
 {{- end -}}
 
-{{/* Where the workers find the model. */}}
+{{/*
+Where the workers find the model. What is pulled lies in a folder of its own for each URI and checksum: another model of the
+same file name is another file, also on a volume that workers of the release before still read.
+*/}}
 {{- define "lockstep.modelPath" -}}
-{{- if .Values.model.stream -}}
-{{ .Values.model.uri }}
-{{- else if or .Values.model.path .Values.model.uri -}}
-{{- $last := .Values.model.uri | splitList "?" | first | splitList "/" | last -}}
-/models/{{ default ($last | splitList "@" | first) .Values.model.path }}
+{{- $model := .Values.model -}}
+{{- if $model.stream -}}
+{{ $model.uri }}
+{{- else if $model.uri -}}
+{{- $last := $model.uri | splitList "?" | first | splitList "/" | last -}}
+/models/{{ default (sha256sum $model.uri) (lower $model.sha256) | trunc 16 }}/{{ default ($last | splitList "@" | first) $model.path }}
+{{- else if $model.path -}}
+/models/{{ $model.path }}
 {{- end -}}
 {{- end -}}
 
@@ -102,13 +108,43 @@
 {{- toJson (mustMergeOverwrite $config (deepCopy .Values.coordinator.config)) -}}
 {{- end -}}
 
-{{/* Workers that the pools have at least. */}}
+{{/* Workers that the pools have at least, and at most. */}}
 {{- define "lockstep.minWorkers" -}}
 {{- $sum := 0 -}}
 {{- range $name, $pool := include "lockstep.pools" . | fromJson -}}
 {{- $sum = add $sum (int (ternary $pool.autoscaling.minReplicas $pool.replicas $pool.autoscaling.enabled)) -}}
 {{- end -}}
 {{- $sum -}}
+{{- end -}}
+{{- define "lockstep.maxWorkers" -}}
+{{- $sum := 0 -}}
+{{- range $name, $pool := include "lockstep.pools" . | fromJson -}}
+{{- $sum = add $sum (int (ternary $pool.autoscaling.maxReplicas $pool.replicas $pool.autoscaling.enabled)) -}}
+{{- end -}}
+{{- $sum -}}
+{{- end -}}
+
+{{/* Ranks that a worker of a pool runs: as many as its settings name, else its GPUs. */}}
+{{- define "lockstep.devices" -}}
+{{- $device := default "auto" .config.device -}}
+{{- if regexMatch "^(cuda|vulkan):" $device -}}
+{{- splitList "," $device | len -}}
+{{- else if and (int .gpus) (ne $device "cpu") -}}
+{{- int .gpus -}}
+{{- else -}}
+{{- int (default 1 .config.num_devices) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Replicas of what is scaled by another: those that are there, since a field that vanishes from a manifest becomes 1. */}}
+{{- define "lockstep.replicas" -}}
+{{- if not .settings.autoscaling.enabled -}}
+replicas: {{ .settings.replicas }}
+{{- else -}}
+{{- with lookup "apps/v1" .kind .root.Release.Namespace .name -}}
+replicas: {{ .spec.replicas }}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Section [worker] of a pool, as JSON. */}}
@@ -131,53 +167,4 @@
 {{/* Seconds that a pod has to end in: the drain, and then traces and leases. */}}
 {{- define "lockstep.graceSeconds" -}}
 {{- add (ceil (default 30 (index . "drain_timeout_secs")) | int) 20 -}}
-{{- end -}}
-
-{{/* Refuses values that no schema can see to be wrong together. */}}
-{{- define "lockstep.validate" -}}
-{{- if not (include "lockstep.modelPath" .) -}}
-{{- fail "model.uri or model.path: one of them must name the model" -}}
-{{- end -}}
-{{- if and .Values.model.stream (not (regexMatch "^(https?|s3|gs|az)://" .Values.model.uri)) -}}
-{{- fail (printf "model.stream: model.uri %q is none that can be read in place" .Values.model.uri) -}}
-{{- end -}}
-{{- if and (not .Values.insecure) (or (eq .Values.tls.cluster.mode "none") (eq .Values.tls.clients.mode "none")) -}}
-{{- fail "tls.cluster.mode and tls.clients.mode: both are needed, or insecure=true for a network that you trust" -}}
-{{- end -}}
-{{- if and (eq .Values.etcd.mode "none") (or (gt (int .Values.coordinator.replicas) 1) .Values.coordinator.autoscaling.enabled) -}}
-{{- fail "etcd.mode: several coordinators meet in etcd: bundled or external is needed" -}}
-{{- end -}}
-{{- if and (eq .Values.etcd.mode "external") (not .Values.etcd.endpoints) -}}
-{{- fail "etcd.endpoints: are needed with etcd.mode external" -}}
-{{- end -}}
-{{- if and (not .Values.insecure) (or (and (eq .Values.etcd.mode "bundled") (not (include "lockstep.etcdSecret" .))) (hasPrefix "http://" (first (append .Values.etcd.endpoints "")))) -}}
-{{- fail "etcd.tls.secretName: etcd would be spoken to in clear text, which needs insecure=true" -}}
-{{- end -}}
-{{- if and .Values.etcd.user.name (not .Values.etcd.user.secretName) -}}
-{{- fail "etcd.user.secretName: is needed for the user's password" -}}
-{{- end -}}
-{{- with .Values.tls.clients -}}
-{{- if and .clientCa.secretName (or (eq .mode "none") (not .checkSecretName)) -}}
-{{- fail "tls.clients.clientCa: needs certificates (tls.clients.mode) and tls.clients.checkSecretName" -}}
-{{- end -}}
-{{- end -}}
-{{- if and (eq .Values.tls.clients.mode "certManager") (not .Values.tls.clients.issuerRef.name) -}}
-{{- fail "tls.clients.issuerRef.name: is needed with tls.clients.mode certManager" -}}
-{{- end -}}
-{{- range $name, $tls := pick .Values.tls "cluster" "clients" -}}
-{{- if and (eq $tls.mode "secret") (not $tls.secretName) -}}
-{{- fail (printf "tls.%s.secretName: is needed with tls.%s.mode secret" $name $name) -}}
-{{- end -}}
-{{- end -}}
-{{- $pools := include "lockstep.pools" . | fromJson -}}
-{{- if and (eq .Values.model.cache.type "persistentVolumeClaim") (not .Values.model.cache.existingClaim) (not (has "ReadWriteMany" .Values.model.cache.accessModes)) (gt (int (include "lockstep.minWorkers" .)) 1) -}}
-{{- fail "model.cache.accessModes: several workers share the claim: ReadWriteMany is needed, or type volumeClaimTemplate" -}}
-{{- end -}}
-{{- $scalers := list .Values.coordinator -}}
-{{- range $pools }}{{ $scalers = append $scalers . }}{{ end -}}
-{{- range $scalers -}}
-{{- if and .autoscaling.enabled (eq .autoscaling.kind "keda") (not $.Values.monitoring.prometheusUrl) -}}
-{{- fail "monitoring.prometheusUrl: is needed with autoscaling.kind keda" -}}
-{{- end -}}
-{{- end -}}
 {{- end -}}

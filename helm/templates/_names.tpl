@@ -5,7 +5,7 @@
 {{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
 {{- else -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
-{{- ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) | trunc 40 | trimSuffix "-" -}}
+{{- ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) | replace "." "-" | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 {{- end -}}
 
@@ -32,9 +32,19 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
 {{- end -}}
 
+{{/* Selector of this release's series, whose label `release` the ServiceMonitors add. */}}
+{{- define "lockstep.series" -}}
+{namespace="{{ .Release.Namespace }}",release="{{ include "lockstep.fullname" . }}"}
+{{- end -}}
+
 {{/* Variant: cpu or cuda. */}}
 {{- define "lockstep.image" -}}
-{{- printf "%s:%s-%s" .root.Values.image.repository (default .root.Chart.AppVersion .root.Values.image.tag) .variant -}}
+{{- $image := .root.Values.image -}}
+{{- with get $image.digests .variant -}}
+{{- printf "%s@%s" $image.repository . -}}
+{{- else -}}
+{{- printf "%s:%s-%s" $image.repository (default .root.Chart.AppVersion $image.tag) .variant -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "lockstep.serviceAccountName" -}}
@@ -45,17 +55,31 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
+{{/* Of pods that read no model: without the annotations by which clouds hand out rights. */}}
+{{- define "lockstep.plainAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- printf "%s-plain" (include "lockstep.fullname" .) -}}
+{{- else -}}
+{{- include "lockstep.serviceAccountName" . -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A class has no namespace: its name must be this release's alone. */}}
 {{- define "lockstep.priorityClassName" -}}
 {{- if .Values.priorityClass.create -}}
-{{- default (include "lockstep.fullname" .) .Values.priorityClass.name -}}
+{{- default (printf "%s-%s" .Release.Namespace (include "lockstep.fullname" .) | trimPrefix "-") .Values.priorityClass.name -}}
 {{- else -}}
 {{- .Values.priorityClass.name -}}
 {{- end -}}
 {{- end -}}
 
-{{/* What every pod spec begins with. */}}
+{{/* What every pod spec begins with; workers take their own account in place of the plain one. */}}
 {{- define "lockstep.podBase" -}}
-serviceAccountName: {{ include "lockstep.serviceAccountName" . }}
+serviceAccountName: {{ include "lockstep.plainAccountName" . }}
+{{ include "lockstep.podCommon" . }}
+{{- end -}}
+
+{{- define "lockstep.podCommon" -}}
 # No process here talks to the API server.
 automountServiceAccountToken: false
 # Variables that Kubernetes makes of services' names would be taken for settings.

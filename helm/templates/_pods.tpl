@@ -30,6 +30,16 @@
 {{- end }}
 {{- end -}}
 
+{{/* Requests and limits with devices beside them; numbers become text, which every reader of quantities takes. */}}
+{{- define "lockstep.resources" -}}
+{{- range $kind := list "requests" "limits" }}
+{{ $kind }}:
+{{- range $name, $value := merge (dict) (get $.resources $kind) (default dict $.devices) }}
+  {{ $name }}: {{ $value | toString | quote }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{- define "lockstep.coordinatorAffinity" -}}
 {{- $settings := .Values.coordinator -}}
 {{- $term := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels" (merge (dict "app.kubernetes.io/component" "coordinator") (include "lockstep.selector" . | fromYaml))) -}}
@@ -98,7 +108,7 @@ topologySpreadConstraints: {{- toYaml . | nindent 2 }}
     requests: {cpu: 500m, memory: 256Mi}
     limits: {cpu: "2", memory: 1Gi}
   volumeMounts:
-    - {name: models, mountPath: /models}
+    - {name: models, mountPath: /models{{ if .root.Values.model.cache.readOnly }}, readOnly: true{{ end }}}
 {{- end -}}
 
 {{- define "lockstep.modelEnvironment" -}}
@@ -109,10 +119,77 @@ envFrom: {{- range . }}
 {{- end }}
 {{- end -}}
 
+{{/*
+The authority of the certificate for clients, for whoever checks it here, as JSON; empty if it is one that every system knows.
+*/}}
+{{- define "lockstep.clientsAuthority" -}}
+{{- $clients := .Values.tls.clients -}}
+{{- $secret := dict "name" (default (include "lockstep.clientsSecret" .) $clients.ca.secretName) "key" $clients.ca.key -}}
+{{- ternary (dict) $secret (eq $clients.ca.from "system") | toJson -}}
+{{- end -}}
+
+{{/* A name in that certificate. */}}
+{{- define "lockstep.clientsServerName" -}}
+{{- $clients := .Values.tls.clients -}}
+{{- if $clients.serverName -}}
+{{- $clients.serverName -}}
+{{- else if and (eq $clients.mode "certManager") (not $clients.clusterNames) -}}
+{{- first $clients.dnsNames -}}
+{{- else -}}
+{{- printf "%s.%s.svc" (include "lockstep.fullname" .) .Release.Namespace -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What a client of the chart's own says of certificates. */}}
+{{- define "lockstep.clientArguments" -}}
+{{- if ne .Values.tls.clients.mode "none" }}
+- --tls-server-name={{ include "lockstep.clientsServerName" . }}
+{{- if ne .Values.tls.clients.ca.from "system" }}
+- --tls-ca=/etc/lockstep/clients-ca/ca.crt
+{{- end }}
+{{- if .Values.tls.clients.clientCa.secretName }}
+- --tls-cert=/etc/lockstep/check/tls.crt
+- --tls-key=/etc/lockstep/check/tls.key
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The files of these. The authority alone: a client has no use for the key. */}}
+{{- define "lockstep.clientMounts" -}}
+{{- if ne .Values.tls.clients.mode "none" }}
+{{- if ne .Values.tls.clients.ca.from "system" }}
+- {name: clients-ca, mountPath: /etc/lockstep/clients-ca, readOnly: true}
+{{- end }}
+{{- if .Values.tls.clients.clientCa.secretName }}
+- {name: check, mountPath: /etc/lockstep/check, readOnly: true}
+{{- end }}
+{{- end }}
+{{- end -}}
+{{- define "lockstep.clientVolumes" -}}
+{{- if ne .Values.tls.clients.mode "none" }}
+{{- with include "lockstep.clientsAuthority" . | fromJson }}
+- {name: clients-ca, secret: {secretName: {{ .name }}, items: [{key: {{ .key }}, path: ca.crt}]}}
+{{- end }}
+{{- with .Values.tls.clients.clientCa }}
+{{- if .secretName }}
+- {name: check, secret: {secretName: {{ $.Values.tls.clients.checkSecretName }}}}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{/* A probe of a coordinator: by HTTP, or, where that asks for a certificate, which nodes have not, by the binary itself. */}}
 {{- define "lockstep.coordinatorProbe" -}}
 {{- if .root.Values.tls.clients.clientCa.secretName -}}
-exec: {command: [lockstep, health, {{ if .isLive }}--live, {{ end }}--server=https://localhost:7070, --tls-ca=/etc/lockstep/clients-tls/ca.crt, --tls-cert=/etc/lockstep/check/tls.crt, --tls-key=/etc/lockstep/check/tls.key]}
+exec:
+  command:
+    - lockstep
+    - health
+    {{- if .isLive }}
+    - --live
+    {{- end }}
+    - --server=https://localhost:7070
+    {{- include "lockstep.clientArguments" .root | indent 4 }}
 {{- else -}}
 httpGet: {path: {{ ternary "/healthz" "/readyz" .isLive }}, port: http, scheme: {{ ternary "HTTP" "HTTPS" (eq .root.Values.tls.clients.mode "none") }}}
 {{- end -}}
@@ -126,7 +203,12 @@ httpGet: {path: {{ ternary "/healthz" "/readyz" .isLive }}, port: http, scheme: 
 {{- else if eq $cache.type "hostPath" -}}
 - {name: models, hostPath: {path: {{ $cache.hostPath }}, type: Directory}}
 {{- else if eq $cache.type "persistentVolumeClaim" -}}
-- {name: models, persistentVolumeClaim: {claimName: {{ default (printf "%s-models" (include "lockstep.fullname" .)) $cache.existingClaim }}}}
+- name: models
+  persistentVolumeClaim:
+    claimName: {{ default (printf "%s-models" (include "lockstep.fullname" .)) $cache.existingClaim }}
+    {{- if or $cache.readOnly (not .Values.model.uri) }}
+    readOnly: true
+    {{- end }}
 {{- end -}}
 {{- end -}}
 

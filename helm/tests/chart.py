@@ -16,7 +16,7 @@ EXAMPLES = {path.stem: path for path in sorted((CHART / "examples").glob("*.yaml
 WORKLOADS = ("Deployment", "StatefulSet")
 LOADED = helm.Chart.load(str(CHART))
 # Smallest values that render.
-LEAST = {"insecure": True, "model": {"path": "model.gguf"}}
+LEAST = {"insecure": True, "model": {"uri": "https://host/model.gguf"}}
 
 
 def values_of(example):
@@ -32,12 +32,12 @@ def merged(values, change):
     return result
 
 
-def render(values, chart=None):
+def render(values, chart=None, release="lockstep"):
     """Manifests by (kind, name), and the text of NOTES.txt."""
     chart = chart or LOADED
     chart.validate_schema(values)
     manifests, notes = {}, ""
-    for path, text in sorted(chart.render(values, name="lockstep", namespace="serving", is_install=True).items()):
+    for path, text in sorted(chart.render(values, name=release, namespace="serving", is_install=True).items()):
         if path.endswith("NOTES.txt"):
             notes = text
             continue

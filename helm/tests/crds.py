@@ -21,7 +21,7 @@ def items(item):
 
 SELECTOR = fields(["matchLabels"], matchLabels=LABELS)
 SECRET_KEY = fields(["secret"], secret=fields(["name", "key"], name=TEXT, key=TEXT))
-ISSUER = fields(["name", "kind", "group"], name=TEXT, kind={"enum": ["Issuer", "ClusterIssuer"]}, group=TEXT)
+ISSUER = fields(["name", "kind", "group"], name=TEXT, kind=TEXT, group=TEXT)
 ROUTE = fields(
     ["parentRefs", "hostnames", "rules"],
     parentRefs=items(fields(["name"], name=TEXT, namespace=TEXT, sectionName=TEXT, port=COUNT)),
@@ -42,9 +42,10 @@ SPECS = {
                 port=TEXT,
                 path=TEXT,
                 interval={"pattern": r"^\d+[sm]$"},
+                relabelings=items(fields(["targetLabel", "replacement"], targetLabel=TEXT, replacement=TEXT)),
                 scheme={"enum": ["http", "https"]},
                 tlsConfig=fields(
-                    ["ca", "serverName"],
+                    ["serverName"],
                     ca=SECRET_KEY,
                     cert=SECRET_KEY,
                     keySecret=fields(["name", "key"], name=TEXT, key=TEXT),

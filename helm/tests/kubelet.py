@@ -31,7 +31,10 @@ class Pod:
         self.process, self.starts, self.is_ending = None, 0, False
         self.folder = node.folder / name
         self.log = self.folder / "log"
-        self.folder.mkdir()
+        self.folder.mkdir(exist_ok=True)
+        # What a pod of that name had before is no more, but for what a template claimed.
+        for volume in spec.get("volumes", []):
+            shutil.rmtree(self.folder / volume["name"], ignore_errors=True)
 
     def path_of(self, volume):
         """The folder that a volume is here, filled as its kind says."""
@@ -57,6 +60,8 @@ class Pod:
     def localize(self, text):
         """Addresses and paths as they are here."""
         text = text.replace("0.0.0.0:", f"{self.address}:")
+        # Of the name that an init container fills in, where it is part of an address.
+        text = re.sub(r"\$\{NAME\}(?=\.)", self.name, text)
         for name, address in self.node.names():
             text = text.replace(name, address)
         volumes = {volume["name"]: volume for volume in self.spec.get("volumes", [])}
@@ -160,13 +165,11 @@ class Node:
         self.folder = pathlib.Path(tempfile.mkdtemp())
         # Not the addresses of other tests that run at the same time.
         self.net = f"127.{random.randint(1, 254)}.{random.randint(1, 254)}"
-        self.pods = {}
+        self.pods, self.addresses = {}, {}
         for manifest in chart.of_kind(manifests, *chart.WORKLOADS):
             template = manifest["spec"]["template"]
             for index in range(manifest["spec"].get("replicas", 2)):
-                name = f"{manifest['metadata']['name']}-{index}"
-                labels = template["metadata"]["labels"]
-                self.pods[name] = Pod(self, name, template["spec"], f"{self.net}.{len(self.pods) + 1}", labels)
+                self.add(manifest["metadata"]["name"], index, template)
 
     def __enter__(self):
         return self
@@ -184,6 +187,40 @@ class Node:
                 lines = pod.log.read_text().splitlines() if pod.log.exists() else []
                 print(f"== {pod.name}", *lines[-15:], sep="\n")
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def add(self, owner, index, template):
+        """A pod under the address that its name always has."""
+        name = f"{owner}-{index}"
+        address = self.addresses.setdefault(name, f"{self.net}.{len(self.addresses) + 1}")
+        self.pods[name] = Pod(self, name, template["spec"], address, template["metadata"]["labels"])
+        return self.pods[name]
+
+    def roll(self, manifests, kind, name):
+        """What the controller of a StatefulSet makes of a new manifest: pods that are more, at once, then the others anew,
+        the last first, each when the one before is ready. Volumes stay."""
+        before, after = self.manifests[kind, name]["spec"]["replicas"], manifests[kind, name]["spec"]["replicas"]
+        template = manifests[kind, name]["spec"]["template"]
+        self.manifests = {**self.manifests, **manifests}
+        added = [self.add(name, index, template) for index in range(before, after)]
+        for pod in added:
+            pod.start()
+        if added:
+            self.wait_ready(added)
+        for index in reversed(range(before)):
+            self.replace(name, index)
+
+    def replace(self, owner, index, is_volume_lost=False):
+        """Ends a pod and starts one of its name, of the manifest that is in force."""
+        name = f"{owner}-{index}"
+        self.pods[name].terminate()
+        for kind in chart.WORKLOADS:
+            if (kind, owner) in self.manifests:
+                spec = self.manifests[kind, owner]["spec"]
+        for claim in spec.get("volumeClaimTemplates", []) if is_volume_lost else []:
+            shutil.rmtree(self.pods[name].folder / claim["metadata"]["name"])
+        pod = self.add(owner, index, spec["template"])
+        pod.start()
+        self.wait_ready([pod])
 
     def shared(self, name):
         path = self.folder / f"claim-{name}"
@@ -208,11 +245,11 @@ class Node:
         for pod in self.pods.values():
             pod.start()
 
-    def wait_ready(self):
-        """Waits until every readiness probe succeeds; returns the seconds that it took."""
+    def wait_ready(self, pods=None):
+        """Waits until every readiness probe succeeds, of all pods or of these; returns the seconds that it took."""
         begin = time.monotonic()
         while True:
-            missing = [pod.name for pod in self.pods.values() if not pod.probe("readinessProbe")]
+            missing = [pod.name for pod in pods or self.pods.values() if not pod.probe("readinessProbe")]
             if not missing:
                 return time.monotonic() - begin
             if time.monotonic() - begin > PATIENCE:

@@ -28,6 +28,8 @@ OWNED = {
     "coordinator": f"grpc_listen http_listen coordinator_id model tenants tls_cert tls_key client_ca {SHARED}",
     "worker": f"worker_id coordinator advertise_host listen rank_listen http_listen kernel_cache {SHARED}",
 }
+PATH = {"uri": "", "path": "model.gguf"}
+ACME = {"mode": "certManager", "issuerRef": {"name": "acme"}, "clusterNames": False, "dnsNames": ["llm.example.org"], "ca": {"from": "system"}}
 ALL_TLS = {part: {"mode": "secret", "secretName": part} for part in ("cluster", "clients")}
 # Fields of a StatefulSet that may change; all others make the API server refuse an update.
 MUTABLE = {"replicas", "ordinals", "template", "updateStrategy", "persistentVolumeClaimRetentionPolicy", "minReadySeconds"}
@@ -188,7 +190,7 @@ class Settings(unittest.TestCase):
         open_ended = {"config", "requests", "limits", "global"}
 
         def compare(where, value, node):
-            node = schema["$defs"]["pool"] if "$ref" in node else node
+            node = schema["$defs"][node["$ref"].rsplit("/", 1)[1]] if "$ref" in node else node
             if "properties" not in node or where.split(".")[-1] in open_ended:
                 return
             self.assertIs(node.get("additionalProperties"), False, where)
@@ -214,8 +216,8 @@ class Settings(unittest.TestCase):
             "'/telemetry/traceRatio'": {"telemetry": {"traceRatio": 2}},
             "several coordinators meet in etcd": {"coordinator": {"replicas": 2}},
             "or insecure=true": {"insecure": False},
-            "model.uri or model.path": {"model": {"path": ""}},
-            "etcd.endpoints": {"etcd": {"mode": "external"}},
+            "model.uri or model.path": {"model": {"uri": ""}},
+            "etcd.endpoints and etcd.mode=external": {"etcd": {"mode": "external"}},
             "tls.cluster.secretName": {"tls": {"cluster": {"mode": "secret"}}},
             "tls.clients.issuerRef.name": {"tls": {"clients": {"mode": "certManager"}}},
             "etcd would be spoken to in clear text": {"insecure": False, "etcd": {"mode": "bundled"}, "tls": ALL_TLS},
@@ -224,21 +226,101 @@ class Settings(unittest.TestCase):
             "monitoring.prometheusUrl": {"worker": {"autoscaling": {"enabled": True}}},
             "ReadWriteMany is needed": {"worker": {"replicas": 2}, "model": {"cache": {"type": "persistentVolumeClaim", "accessModes": ["ReadWriteOnce"]}}},
         }
+        self.check_refused(refused)
+
+    def test_values_that_contradict_each_other_are_refused(self):
+        """Each by an error that names both."""
+        claim = {"type": "persistentVolumeClaim"}
+        external = {"mode": "external", "endpoints": ["https://a:2379"]}
+        scaled = {"enabled": True, "kind": "hpa", "minReplicas": 1}
+        refused = {
+            "model.path without model.uri and model.cache.type=emptyDir": {"model": PATH},
+            "model.path without model.uri and model.cache.type=volumeClaimTemplate": {"model": {**PATH, "cache": {"type": "volumeClaimTemplate"}}},
+            "model.cache.existingClaim must name the claim": {"model": {**PATH, "cache": claim}},
+            "model.sha256 and model.path without model.uri": {"model": {**PATH, "sha256": "a" * 64, "cache": {**claim, "existingClaim": "m"}}},
+            "model.stream=true and model.sha256": {"model": {"stream": True, "sha256": "a" * 64}},
+            "model.stream=true and model.path": {"model": {"stream": True, "path": "a.gguf"}},
+            "model.cache.readOnly=true and model.cache.type=emptyDir": {"model": {"cache": {"readOnly": True}}},
+            "model.cache.accessModes=[ReadOnlyMany] and model.uri": {"model": {"cache": {**claim, "accessModes": ["ReadOnlyMany"]}}},
+            "and 4 workers, who share the claim": {"worker": {"autoscaling": scaled}, "model": {"cache": {**claim, "accessModes": ["ReadWriteOnce"]}}},
+            "etcd.endpoints and etcd.mode=none": {"etcd": {"endpoints": ["http://a:2379"]}},
+            "etcd.endpoints and etcd.mode=bundled": {"etcd": {"mode": "bundled", "endpoints": ["http://a:2379"]}},
+            "etcd.tls.secretName and etcd.mode=none": {"etcd": {"tls": {"secretName": "a"}}},
+            "etcd.prefix and etcd.mode=none": {"etcd": {"prefix": "/a"}},
+            "etcd.user and etcd.mode=bundled": {"etcd": {"mode": "bundled", "user": {"name": "a", "secretName": "b"}}},
+            "etcd.user.name and etcd.user.secretName": {"etcd": {**external, "user": {"name": "a"}}},
+            "http://b:2379 is clear text and others are https://": {"etcd": {**external, "endpoints": ["https://a:2379", "http://b:2379"]}},
+            "etcd.endpoints and etcd.tls.secretName=s": {"etcd": {"mode": "external", "endpoints": ["http://a:2379"], "tls": {"secretName": "s"}}},
+            "tls.clients.secretName=s and tls.clients.mode=none": {"tls": {"clients": {"secretName": "s"}}},
+            "tls.clients.clusterNames=false and tls.clients.dnsNames=[]": {"tls": {"clients": {**ACME, "dnsNames": []}}},
+            "tls.clients.ca.from=system and tls.clients.ca.secretName=s": {"tls": {"clients": {**ACME, "ca": {"from": "system", "secretName": "s"}}}},
+            "worker.config.device=cuda:0 and worker.gpus=0": {"worker": {"gpus": 0, "config": {"device": "cuda:0"}}},
+            "pools.a.config.device=cuda:0 and pools.a.gpus=8": {"pools": {"a": {"gpus": 8, "config": {"device": "cuda:0"}}}},
+            "worker.config.device=cpu and worker.gpus=1": {"worker": {"config": {"device": "cpu"}}},
+            "worker.config.num_devices and worker.gpus=1": {"worker": {"config": {"num_devices": 2}}},
+            "a replica has 16 ranks, all workers together have 8 devices": {"coordinator": {"config": {"policy": "tensor=16"}}, "worker": {"gpus": 8}},
+            "a replica has 8 ranks, all workers together have 4 devices": {"coordinator": {"config": {"policy": "hybrid=4x2,replicas=2"}}, "worker": {"gpus": 0, "replicas": 2, "config": {"num_devices": 2}}},
+            "coordinator.config.min_workers=9 and the pools, which have 1": {"coordinator": {"config": {"min_workers": 9}}},
+            "worker.hostNetwork=true and networkPolicy.enabled=true": {"worker": {"hostNetwork": True}},
+            "worker.hostNetwork=true and worker.placement=pack": {"worker": {"hostNetwork": True, "placement": "pack"}},
+            "worker.autoscaling.minReplicas=5 and worker.autoscaling.maxReplicas=2": {"worker": {"autoscaling": {**scaled, "minReplicas": 5, "maxReplicas": 2}}},
+            "worker.resources.requests.memory=100Gi and worker.resources.limits.memory=64Gi": {"worker": {"resources": {"requests": {"memory": "100Gi"}}}},
+            "coordinator.resources.requests.cpu=4500m and coordinator.resources.limits.cpu=4": {"coordinator": {"resources": {"requests": {"cpu": "4500m"}}}},
+            "coordinator.service.grpcPort and coordinator.service.httpPort: both are 7070": {"coordinator": {"service": {"httpPort": 7070}}},
+            "telemetry.otlpTls.secretName and telemetry.otlpEndpoint": {"telemetry": {"otlpTls": {"secretName": "a"}}},
+            "tenants.testKey.secretName and tenants.secretName": {"tenants": {"testKey": {"secretName": "a"}}},
+            "ingress.enabled=true and ingress.http.host": {"ingress": {"enabled": True}},
+            "gateway.enabled=true and gateway.parentRefs=[]": {"gateway": {"enabled": True, "httpHostnames": ["a.b"]}},
+            "gateway.enabled=true and gateway.httpHostnames": {"gateway": {"enabled": True, "parentRefs": [{"name": "a"}]}},
+            "networkPolicy.clientsFrom and networkPolicy.metricsFrom=[]": {"networkPolicy": {"clientsFrom": [{"podSelector": {}}]}, "monitoring": {"serviceMonitor": {"enabled": True}}},
+        }
+        self.check_refused(refused)
+
+    def test_names_fit_kubernetes(self):
+        pool = "a" * 20
+        self.check_refused({
+            f"{'b' * 32}-{pool} has 53 characters, 52 are the most": {"fullnameOverride": "b" * 32, "pools": {pool: {}}},
+            "'/fullnameOverride'": {"fullnameOverride": "my.app"},
+            "'/nameOverride'": {"nameOverride": "1st"},
+            "fullnameOverride: is needed": {"nameOverride": "", "@release": "3rd"},
+            "'/model/path'": {"model": {"path": "../../etc/passwd"}},
+            "'/model/uri'": {"model": {"uri": "hf://org/repo"}},
+        })  # fmt: skip
+        self.check_refused({"'/model/uri'": {"model": {"uri": "s3://bucket/folder/"}}})
+        manifests, _ = chart.render(chart.merged(chart.LEAST, {"fullnameOverride": "b" * 31, "pools": {pool: {}}}))
+        self.assertIn(("StatefulSet", f"{'b' * 31}-{pool}"), manifests)
+        manifests, _ = chart.render(chart.LEAST, release="my.release")
+        self.assertIn(("Service", "my-release-lockstep"), manifests)
+
+    def test_numbers_are_quantities(self):
+        """`cpu: 4` is what a number of processors looks like; the API server is given text."""
+        given = {"requests": {"cpu": 0.5, "memory": 1073741824}, "limits": {"cpu": 4, "memory": "64Gi"}}
+        manifests, _ = chart.render(chart.merged(chart.LEAST, {"worker": {"resources": given}}))
+        worker = manifests["StatefulSet", "lockstep-worker"]["spec"]["template"]["spec"]["containers"][0]
+        self.assertEqual(worker["resources"]["limits"], {"cpu": "4", "memory": "64Gi", "nvidia.com/gpu": "1"})
+        self.assertEqual(worker["resources"]["requests"]["cpu"], "0.5")
+        self.assertEqual(float(worker["resources"]["requests"]["memory"]), 1073741824)
+
+    def check_refused(self, refused):
         for message, change in refused.items():
-            with self.subTest(message), self.assertRaises(helm.HelmError) as raised:
-                chart.render(chart.merged(chart.LEAST, change))
-            self.assertIn(message, str(raised.exception))
+            change = dict(change)
+            release = change.pop("@release", "lockstep")
+            with self.subTest(message):
+                with self.assertRaises(helm.HelmError) as raised:
+                    chart.render(chart.merged(chart.LEAST, change), release=release)
+                self.assertIn(message, str(raised.exception))
 
 
 class Upgrades(unittest.TestCase):
     CHANGES = [
-        {"coordinator": {"config": {"policy": "tensor=4", "max_num_sequences": 7}}},
+        {"coordinator": {"config": {"policy": "auto", "max_num_sequences": 7}}},
         {"worker": {"replicas": 5, "gpus": 4, "config": {"memory": "1GiB"}, "sharedMemory": "1Gi", "hostIPC": True}},
-        {"worker": {"resources": {"limits": {"memory": "99Gi"}}, "autoscaling": {"enabled": True, "kind": "hpa"}}},
+        {"worker": {"resources": {"limits": {"memory": "999Gi"}}, "update": {"partition": 1}, "autoscaling": {"enabled": True, "kind": "hpa"}}},
         {"image": {"tag": "9.9.9", "repository": "elsewhere/lockstep"}, "telemetry": {"otlpEndpoint": "http://c:4317"}},
-        {"model": {"uri": "https://host/other.gguf", "path": "", "sha256": "0" * 64}},
+        {"model": {"uri": "https://host/other.gguf", "path": "", "sha256": "0" * 64, "stream": False}},
         {"insecure": True, "tls": {"cluster": {"mode": "secret", "secretName": "members"}}},
         {"etcd": {"bundled": {"image": {"tag": "3.5.17-0"}, "resources": {"limits": {"memory": "2Gi"}}}}},
+        {"etcd": {"bundled": {"replicas": 5}}},
         {"tenants": {"secretName": "others"}, "priorityClass": {"create": True}, "monitoring": {"rules": {"enabled": True}}},
     ]
 
@@ -250,7 +332,36 @@ class Upgrades(unittest.TestCase):
             parts[manifest["metadata"]["name"]] = manifest["spec"]["selector"]
         for manifest in chart.of_kind(manifests, "Service"):
             parts["service " + manifest["metadata"]["name"]] = manifest["spec"].get("clusterIP")
+        for manifest in chart.of_kind(manifests, "PersistentVolumeClaim"):
+            parts["claim " + manifest["metadata"]["name"]] = manifest["spec"]
+        for manifest in chart.of_kind(manifests, "PriorityClass"):
+            parts["class " + manifest["metadata"]["name"]] = (manifest["value"], manifest["preemptionPolicy"])
         return parts
+
+    def test_what_cannot_change_is_told(self):
+        """Values that the API server refuses to change are those of the guide's table."""
+        models = {"model": {"cache": {"type": "volumeClaimTemplate", "accessModes": ["ReadWriteOnce"]}}}
+        shared = {"model": {"cache": {"type": "persistentVolumeClaim"}}}
+        bundled = {"etcd": {"mode": "bundled"}}
+        changes = {
+            "model.cache.type": (models, shared),
+            "model.cache.size": (models, {"model": {"cache": {"size": "7Gi"}}}),
+            "model.cache.storageClassName": (shared, {"model": {"cache": {"storageClassName": "slow"}}}),
+            "model.cache.accessModes": (shared, {"model": {"cache": {"accessModes": ["ReadWriteMany", "ReadOnlyMany"]}}}),
+            "model.stream": (models, {"model": {"stream": True}}),
+            "etcd.bundled.storage.size": (bundled, {"etcd": {"bundled": {"storage": {"size": "9Gi"}}}}),
+            "etcd.bundled.storage.storageClassName": (bundled, {"etcd": {"bundled": {"storage": {"storageClassName": "slow"}}}}),
+            "priorityClass.value": ({"priorityClass": {"create": True}}, {"priorityClass": {"value": 7}}),
+            "nameOverride": ({"fullnameOverride": "lockstep"}, {"nameOverride": "other"}),
+            "fullnameOverride": ({}, {"fullnameOverride": "other"}),
+        }
+        for key, (values, change) in changes.items():
+            values = chart.merged(chart.LEAST, values)
+            before, after = (self.immutable(chart.render(v)[0]) for v in (values, chart.merged(values, change)))
+            self.assertNotEqual(before, after, key)
+        page = (chart.REPOSITORY / "docs/deploy.md").read_text()
+        told = re.findall(r"^\| (`[a-z].*?) \|", page.split("## Upgrades")[1].split("\n## ")[0], re.MULTILINE)
+        self.assertEqual(set(re.findall(r"`([\w.]+)`", " ".join(told))), set(changes))
 
     def test_nothing_is_recreated(self):
         for name in chart.EXAMPLES:
@@ -258,7 +369,8 @@ class Upgrades(unittest.TestCase):
             before = self.immutable(chart.render(values)[0])
             for change in self.CHANGES:
                 with self.subTest(name, change=change):
-                    self.assertEqual(self.immutable(chart.render(chart.merged(values, change))[0]), before)
+                    after = self.immutable(chart.render(chart.merged(values, change))[0])
+                    self.assertEqual({name: after.get(name) for name in before}, before)
 
     def test_a_new_version_of_the_chart_changes_its_images_alone(self):
         with tempfile.TemporaryDirectory() as folder:

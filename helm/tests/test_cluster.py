@@ -31,9 +31,9 @@ def authority(folder):
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     openssl("req", "-x509", *key, "-days", "30", "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.pem")
 
-    def sign(addresses):
+    def sign(addresses, name="lockstep-member"):
         openssl("req", *key, "-subj", "/CN=member", "-keyout", "member.key", "-out", "member.csr")
-        names = ",".join(["DNS:lockstep-member", *(f"IP:{address}" for address in addresses)])
+        names = ",".join([f"DNS:{name}", *(f"IP:{address}" for address in addresses)])
         (folder / "extensions").write_text(f"subjectAltName={names}\nextendedKeyUsage=serverAuth,clientAuth\n")
         sign = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "30", "-extfile", "extensions"]
         openssl("x509", "-req", "-in", "member.csr", *sign, "-out", "member.pem")
@@ -102,6 +102,7 @@ class Cluster(unittest.TestCase):
                     "secretName": "clients",
                     "clientCa": {"secretName": "clients", "key": "ca.crt"},
                     "checkSecretName": "clients",
+                    "serverName": "llm.example.org",
                 },
             },
             "tenants": {"secretName": "tenants", "testKey": {"secretName": "test-tenant"}},
@@ -110,9 +111,10 @@ class Cluster(unittest.TestCase):
         with Node(manifests) as node:
             # Connections within the loopback net come from its first address, which etcd's members look at.
             addresses = ["127.0.0.1", *(pod.address for pod in node.pods.values())]
-            for name in ("cluster", "clients", "etcd"):
+            # That for clients is for the name under which they come, which is none of this cluster's.
+            for name, known in {"cluster": (addresses,), "etcd": (addresses,), "clients": ([], "llm.example.org")}.items():
                 with tempfile.TemporaryDirectory() as folder:
-                    node.secrets[name] = authority(pathlib.Path(folder))(addresses)
+                    node.secrets[name] = authority(pathlib.Path(folder))(*known)
             made = subprocess.run([os.environ["LOCKSTEP_BIN"], "tenant", "new", "test"], capture_output=True, text=True, check=True)
             node.secrets["tenants"] = {"tenants.toml": made.stdout}
             node.secrets["test-tenant"] = {"api-key": re.search(r"lockstep-\S+", made.stdout + made.stderr)[0]}

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import tempfile
 import unittest
@@ -17,7 +18,7 @@ import chart
 ALERTS = yaml.safe_load((chart.CHART / "files/alerts.yaml").read_text())["groups"][0]["rules"]
 DASHBOARD = json.loads((chart.CHART / "files/dashboard.json").read_text())
 # What Prometheus and Kubernetes add.
-ADDED_LABELS = {"namespace", "instance", "le", "__name__"}
+ADDED_LABELS = {"namespace", "release", "instance", "le", "__name__"}
 
 
 def documented():
@@ -101,6 +102,32 @@ class Monitoring(unittest.TestCase):
         self.assertEqual(names, {rule["alert"] for rule in ALERTS})
         ran = promtool("test", "rules", "alerts_test.yaml", cwd=folder)
         self.assertEqual(ran.returncode, 0, ran.stdout + ran.stderr)
+
+    def test_alerts_of_a_release_are_its_own(self):
+        """Every selector of the chart's rules names namespace and release, and another release changes nothing."""
+        values = chart.merged(chart.LEAST, {"monitoring": {"rules": {"enabled": True}}})
+        spec = chart.render(values)[0]["PrometheusRule", "lockstep"]["spec"]
+        for rule in spec["groups"][0]["rules"]:
+            named = len(re.findall(r"\blockstep_(?:coordinator|worker|trace)_\w+(?=\{)|__name__=~", rule["expr"]))
+            own = rule["expr"].count('{namespace="serving",release="lockstep"')
+            self.assertEqual(own, named, rule["alert"])
+            self.assertEqual(own, rule["expr"].count("{"), rule["alert"])
+            self.assertGreater(own, 0, rule["alert"])
+        with tempfile.TemporaryDirectory() as folder:
+            (pathlib.Path(folder) / "rendered.yaml").write_text(yaml.safe_dump(spec))
+            shutil.copy(chart.CHART / "tests/alerts_release_test.yaml", folder)
+            ran = promtool("test", "rules", "alerts_release_test.yaml", cwd=folder)
+            self.assertEqual(ran.returncode, 0, ran.stdout + ran.stderr)
+
+    def test_series_carry_the_release(self):
+        """Alerts and scaling ask for a label that the ServiceMonitors add."""
+        manifests, _ = chart.render(chart.merged(chart.values_of("mixed-pools"), {"monitoring": {"serviceMonitor": {"enabled": True}}}))
+        for monitor in chart.of_kind(manifests, "ServiceMonitor"):
+            for endpoint in monitor["spec"]["endpoints"]:
+                self.assertEqual(endpoint["relabelings"], [{"targetLabel": "release", "replacement": "lockstep"}])
+        for scaled in chart.of_kind(manifests, "ScaledObject"):
+            query = scaled["spec"]["triggers"][0]["metadata"]["query"]
+            self.assertRegex(query, r'^sum\(lockstep_\w+\{namespace="serving",release="lockstep"\}\)$')
 
     def test_alerts_are_explained(self):
         page = (chart.REPOSITORY / "docs/operations.md").read_text()

@@ -22,6 +22,16 @@ async fn the_chart_renders_what_kubernetes_takes() {
 }
 
 #[tokio::test]
+async fn the_chart_renders_what_operators_rely_on() {
+    run_python("helm/tests", "test_operation").await;
+}
+
+#[tokio::test]
+async fn the_chart_s_etcd_loses_a_disk_and_grows() {
+    run_python("helm/tests", "test_etcd").await;
+}
+
+#[tokio::test]
 async fn alerts_and_dashboard_know_the_metrics() {
     run_python("helm/tests", "test_monitoring").await;
 }

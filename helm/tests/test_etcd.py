@@ -1,0 +1,51 @@
+"""The chart's etcd over its life: founded, a member whose disk is lost, and more members than before.
+
+Its command lines run as processes, with etcd itself.
+"""
+
+import subprocess
+import unittest
+
+import chart
+from kubelet import Node
+
+NAME = "lockstep-etcd"
+
+
+def rendered(replicas):
+    values = chart.merged(chart.LEAST, {"etcd": {"mode": "bundled", "bundled": {"replicas": replicas}}})
+    return {key: manifest for key, manifest in chart.render(values)[0].items() if key[1] == NAME}
+
+
+class Membership(unittest.TestCase):
+    def control(self, pod, *arguments):
+        """etcdctl at one member."""
+        command = ["etcdctl", f"--endpoints=http://{pod.address}:2379", *arguments]
+        ran = subprocess.run(command, env={"ETCDCTL_API": "3", "PATH": "/usr/bin"}, capture_output=True, text=True, timeout=20)
+        self.assertEqual(ran.returncode, 0, ran.stderr)
+        return ran.stdout
+
+    def check(self, node, replicas):
+        """All members run, under the names of their pods, and each has what was written."""
+        members = [line.split(", ") for line in self.control(node.pods[f"{NAME}-0"], "member", "list").splitlines()]
+        self.assertEqual(sorted(member[2] for member in members), [f"{NAME}-{index}" for index in range(replicas)])
+        self.assertEqual({member[1] for member in members}, {"started"})
+        for pod in node.pods.values():
+            self.assertEqual(self.control(pod, "get", "--consistency=s", "--print-value-only", "key"), "value\n", pod.name)
+
+    def test_members_are_added_and_a_lost_disk_is_made_good(self):
+        with Node(rendered(1)) as node:
+            node.start()
+            node.wait_ready()
+            self.control(node.pods[f"{NAME}-0"], "put", "key", "value")
+            node.roll(rendered(3), "StatefulSet", NAME)
+            self.check(node, 3)
+            # etcd admits nobody within five seconds of a change, and etcd-member waits for that.
+            node.replace(NAME, 1, is_volume_lost=True)
+            self.check(node, 3)
+            node.replace(NAME, 1)
+            self.check(node, 3)
+
+
+if __name__ == "__main__":
+    unittest.main()
