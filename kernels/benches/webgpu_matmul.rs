@@ -12,7 +12,7 @@ use lockstep_kernels::{
     ops::{Epilogue, HostMatrix},
     webgpu::{
         AdapterId, Backend, WebGpuDevice, WebGpuTensor,
-        gpu::GpuOptions,
+        gpu::{GpuOptions, Matrices},
         matmul::{Shape, WebGpuLinear},
     },
 };
@@ -87,7 +87,7 @@ fn main() {
     let arguments: Vec<String> = std::env::args().collect();
     let has = |name: &str| arguments.iter().any(|argument| argument == name);
     let mut device = open(GpuOptions::default());
-    println!("{} cooperative {}", device.name(), device.gpu().has_cooperative_matrices());
+    println!("{} matrices {:?}", device.name(), device.gpu().matrix_edge());
     if has("shapes") {
         for (rows, columns, epilogue) in LAYERS {
             for ggml_type in [GgmlType::Q4_K, GgmlType::Q4_0, GgmlType::Q6_K] {
@@ -102,8 +102,8 @@ fn main() {
             }
         }
     } else if has("prefill") {
-        for use_cooperative_matrices in [true, false] {
-            let mut device = open(GpuOptions { use_cooperative_matrices, ..GpuOptions::default() });
+        for matrices in [Matrices::OfAdapter, Matrices::None] {
+            let mut device = open(GpuOptions { matrices, ..GpuOptions::default() });
             for (rows, columns, tokens) in
                 [(4096, 4096, 2048), (28672, 4096, 2048), (4096, 14336, 2048), (4096, 4096, 128)]
             {
@@ -111,9 +111,7 @@ fn main() {
                     let weights = [device.linear(vec![matrix(ggml_type, rows, columns)]).unwrap()];
                     let seconds = seconds(&mut device, &weights, tokens, Epilogue::Store, 10) / 10.0;
                     let rate = 2.0 * (rows * columns * tokens) as f64 / seconds / 1e12;
-                    println!(
-                        "{ggml_type} {rows}x{columns} {tokens} tokens, tensor cores {use_cooperative_matrices}: {rate:.1} TFLOP/s"
-                    );
+                    println!("{ggml_type} {rows}x{columns} {tokens} tokens, {matrices:?}: {rate:.1} TFLOP/s");
                 }
             }
         }

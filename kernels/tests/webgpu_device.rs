@@ -7,11 +7,11 @@ mod blocks;
 mod steps;
 
 use lockstep_formats::Dtype;
-use lockstep_kernels::webgpu::gpu::GpuOptions;
+use lockstep_kernels::webgpu::gpu::{GpuOptions, Matrices};
 use steps::{EIGHT_BIT_TOLERANCE, LAYERS, Model, batch, compare};
 
 fn exact() -> GpuOptions {
-    GpuOptions { use_cooperative_matrices: false, ..GpuOptions::default() }
+    GpuOptions { matrices: Matrices::None, ..GpuOptions::default() }
 }
 
 #[test]

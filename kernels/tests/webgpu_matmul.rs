@@ -66,7 +66,7 @@ fn check_all(device: &mut WebGpuDevice, matrices: &[HostMatrix], num_tokens: usi
     }
     let rounded = round_activations(&values);
     let mut expected = matmul(matrices, &rounded, epilogue);
-    let is_half = num_tokens > MAX_MATVEC_TOKENS && device.gpu().has_cooperative_matrices();
+    let is_half = num_tokens > MAX_MATVEC_TOKENS && device.gpu().matrix_edge().is_some();
     if is_half && epilogue == Epilogue::SwiGlu {
         // With errors a of the gate and b of the up, the output is wrong by 1.1 a up + silu(gate) b, which the oracle's
         // size covers, and by 1.1 a b.
@@ -130,6 +130,21 @@ fn epilogues_and_stacks_agree_with_the_oracle() {
                 check_all(&mut device, matrices, tokens, Epilogue::SwiGlu);
             }
         }
+    }
+}
+
+/// The shaders for tensor cores, with what stands in for these.
+#[test]
+fn products_of_matrices_agree_with_the_oracle() {
+    for edge in adapter::matrices::EDGES {
+        let mut device = adapter::open_with(adapter::matrices::stand_in(edge));
+        // The other types are unpacked as for other shaders; compiling one takes seconds.
+        for (ggml_type, tokens, rows) in [(GgmlType::Q4_1, 9, 131), (GgmlType::Q6_K, 131, 17)] {
+            let columns = 3 * ggml_type.block_elements();
+            check_all(&mut device, &[random_matrix(ggml_type, rows, columns, 5)], tokens, Epilogue::Store);
+        }
+        let matrix = |ggml_type, rows| random_matrix(ggml_type, rows, 512, rows as u64 + 1);
+        check_all(&mut device, &[matrix(GgmlType::Q4_K, 70), matrix(GgmlType::Q4_K, 70)], 40, Epilogue::SwiGlu);
     }
 }
 

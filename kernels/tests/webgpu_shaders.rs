@@ -22,14 +22,26 @@ fn validate(name: &str, text: &str) -> (naga::Module, ModuleInfo) {
     (module, info)
 }
 
+/// Of matrices, Metal has those of 8 x 8 alone, and copies them from and to numbers, not vectors.
+fn check_matrices(name: &str, code: &str) {
+    let types = code.split("simdgroup_").skip(1).map(|rest| rest.split(|c: char| !c.is_alphanumeric()).next().unwrap());
+    let mut types: Vec<&str> = types.filter(|word| word.contains(|c: char| c.is_numeric())).collect();
+    types.sort_unstable();
+    types.dedup();
+    assert_eq!(types, ["float8x8", "half8x8"], "{name}");
+    assert!(code.contains("typedef half Half;"), "{name}");
+}
+
 #[test]
 fn every_variant_translates_to_metal_within_its_limits() {
     let mut count = 0;
-    // Metal's matrices are of 8 x 8 only: there the integer tiles are used.
-    let has_them = |options: &[(&str, u32)]| !options.contains(&("COOPERATIVE", 1));
-    for (source, options) in variants::all().into_iter().filter(|(_, options)| has_them(options)) {
+    // Metal's matrices are of 8 x 8 only.
+    let is_for_metal =
+        |options: &[(&str, u32)]| !options.contains(&("COOPERATIVE", 1)) || options.contains(&("SMALL", 1));
+    for (source, options) in variants::all().into_iter().filter(|(_, options)| is_for_metal(options)) {
+        let is_cooperative = options.contains(&("COOPERATIVE", 1));
         // A browser has neither subgroups nor immediates.
-        for has_both in [0, 1] {
+        for has_both in if is_cooperative { 1..2 } else { 0..2 } {
             let mut options = options.clone();
             options.extend([("SUBGROUPS", has_both), ("IMMEDIATES", has_both)]);
             let name = format!("{} {options:?}", source.name);
@@ -48,6 +60,9 @@ fn every_variant_translates_to_metal_within_its_limits() {
             let (code, _) = msl::write_string(&module, &info, &options, &pipeline)
                 .unwrap_or_else(|error| panic!("{name}: {error}"));
             assert!(code.contains("kernel void"), "{name}");
+            if is_cooperative {
+                check_matrices(&name, &code);
+            }
             count += 1;
         }
     }

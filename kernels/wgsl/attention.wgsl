@@ -6,47 +6,10 @@
 // An item that has not all the keys of its tokens leaves sums, their weights and the largest score in `partial`, which
 // `attention_combine.wgsl` joins.
 //
-// Options: those of the cache; PARTED (the cache of a layer is in four buffers); THREADS (at least a quarter of the head), GROUP, TOKENS (of an item, at most), GROUPS (groups
-// of four elements of a head), BLOCK_SIZE, QUANTIZE (the output as 8-bit blocks as well; heads are then whole blocks).
+// Options: those of `attention`; THREADS (at least a quarter of the head), GROUP, TOKENS (of an item, at most), HALVES (with
+// NATIVE: products of queries and keys in f16, four of them summed).
 
-struct Params {
-    num_heads: u32, num_key_value_heads: u32, head_dim: u32, group_size: u32, group_offset: u32, scale: f32,
-    chunks: u32, part_blocks: u32,
-}
-#include params
-
-struct Item {
-    // First row of `qkv`, rows, where the block table begins, the first key of the range,
-    row: u32, num_tokens: u32, table: u32, first_key: u32,
-    // its end, the position of the first row, and where to leave partial sums: all ones if there is no need.
-    end_key: u32, position: u32, slot: u32, unused: u32,
-}
-
-@group(0) @binding(0) var<storage, read> qkv: array<f32>;
-@group(0) @binding(1) var<storage, read> items: array<Item>;
-@group(0) @binding(2) var<storage, read> tables: array<u32>;
-#if WIDE
-alias Stored = vec4<u32>;
-#else
-alias Stored = vec2<u32>;
-#endif
-@group(0) @binding(3) var<storage, read> keys: array<Stored>;
-@group(0) @binding(4) var<storage, read> values: array<Stored>;
-@group(0) @binding(5) var<storage, read_write> output: array<f32>;
-@group(0) @binding(6) var<storage, read_write> partial: array<vec4<f32>>;
-#if QUANTIZE
-@group(0) @binding(7) var<storage, read_write> quants: array<u32>;
-@group(0) @binding(8) var<storage, read_write> quant_scales: array<vec2<u32>>;
-#endif
-#if PARTED
-@group(0) @binding(9) var<storage, read> keys_1: array<Stored>;
-@group(0) @binding(10) var<storage, read> values_1: array<Stored>;
-@group(0) @binding(11) var<storage, read> keys_2: array<Stored>;
-@group(0) @binding(12) var<storage, read> values_2: array<Stored>;
-@group(0) @binding(13) var<storage, read> keys_3: array<Stored>;
-@group(0) @binding(14) var<storage, read> values_3: array<Stored>;
-#endif
-#include kv_cache
+#include attention
 #if QUANTIZE
 #include activations
 #include quantize
@@ -54,11 +17,15 @@ alias Stored = vec2<u32>;
 
 const ROWS = GROUP * TOKENS;
 const NONE = 0xffffffffu;
-const LOWEST = -3.4e38;
 // Values are summed in so many shares of the keys.
 const SHARES = THREADS / GROUPS;
 
-var<workgroup> queries: array<vec4<f32>, ROWS * GROUPS>;
+#if HALVES
+alias Query = vec4<f16>;
+#else
+alias Query = vec4<f32>;
+#endif
+var<workgroup> queries: array<Query, ROWS * GROUPS>;
 var<workgroup> weights: array<f32, ROWS * THREADS>;
 #if SUBGROUPS
 var<workgroup> maxima: array<f32, ROWS * THREADS / 4u>;
@@ -69,51 +36,6 @@ var<workgroup> sums: array<vec4<f32>, THREADS>;
 // Where the keys of the tile begin.
 var<workgroup> places: array<vec2<u32>, THREADS>;
 
-fn widen(group: Stored) -> vec4<f32> {
-#if WIDE
-    return bitcast<vec4<f32>>(group);
-#else
-    if (DTYPE == 0u) { return vec4<f32>(unpack2x16float(group.x), unpack2x16float(group.y)); }
-    return vec4<f32>(unpack_bf16(group.x), unpack_bf16(group.y));
-#endif
-}
-
-// Where the elements of a key begin, in groups, and in which part of the cache.
-fn key_at(item: Item, head: u32, key: u32) -> vec2<u32> {
-    var block = tables[item.table + key / BLOCK_SIZE];
-    var part = 0u;
-#if PARTED
-    part = block / params.part_blocks;
-    block %= params.part_blocks;
-#endif
-    let row = (block * params.num_key_value_heads + head) * BLOCK_SIZE + key % BLOCK_SIZE;
-    return vec2<u32>(row * GROUPS, part);
-}
-
-fn load_key(at: u32, part: u32) -> vec4<f32> {
-#if PARTED
-    switch (part) {
-        case 1u: { return widen(keys_1[at]); }
-        case 2u: { return widen(keys_2[at]); }
-        case 3u: { return widen(keys_3[at]); }
-        default: {}
-    }
-#endif
-    return widen(keys[at]);
-}
-
-fn load_value(at: u32, part: u32) -> vec4<f32> {
-#if PARTED
-    switch (part) {
-        case 1u: { return widen(values_1[at]); }
-        case 2u: { return widen(values_2[at]); }
-        case 3u: { return widen(values_3[at]); }
-        default: {}
-    }
-#endif
-    return widen(values[at]);
-}
-
 @compute @workgroup_size(THREADS)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32,
 #if SUBGROUPS
@@ -122,16 +44,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
 #endif
 ) {
     let item = items[group.x];
-    let key_value_head = group.y / params.chunks;
-    // Query heads of this key/value head, and of them this workgroup's.
-    let group_start = key_value_head * params.group_size;
-    let heads_start = max(group_start, params.group_offset) - params.group_offset;
-    let heads_end = min(group_start + params.group_size - min(params.group_offset, group_start + params.group_size),
-        params.num_heads);
-    let first_head = heads_start + group.y % params.chunks * GROUP;
-    if (first_head >= heads_end) { return; }
-    let num_heads = min(heads_end - first_head, GROUP);
-    let width = (params.num_heads + 2u * params.num_key_value_heads) * params.head_dim;
+    let heads = heads_of(group.y, GROUP);
+    if (heads.first >= heads.end) { return; }
+    let first_head = heads.first;
+    let num_heads = heads.end - heads.first;
+    let width = qkv_width();
 
     for (var i = thread; i < ROWS * GROUPS; i += THREADS) {
         let row = i / GROUPS;
@@ -143,7 +60,10 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
             let element = 4u * (i % GROUPS) + j;
             if (element < params.head_dim) { elements[j] = qkv[start + element] * params.scale; }
         }
-        queries[i] = elements;
+#if HALVES
+        elements = clamp(elements, vec4<f32>(-65504.0), vec4<f32>(65504.0));
+#endif
+        queries[i] = Query(elements);
     }
     workgroupBarrier();
 
@@ -162,11 +82,15 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         var scores: array<f32, ROWS>;
         for (var row = 0u; row < ROWS; row++) { scores[row] = 0.0; }
         if (key < item.end_key) {
-            let at = key_at(item, key_value_head, key);
+            let at = key_at(item, heads.key_value_head, key);
             places[thread] = at;
             for (var i = 0u; i < GROUPS; i++) {
+#if HALVES
                 let elements = load_key(at.x + i, at.y);
-                for (var row = 0u; row < ROWS; row++) { scores[row] += dot(elements, queries[row * GROUPS + i]); }
+#else
+                let elements = widen(load_key(at.x + i, at.y));
+#endif
+                for (var row = 0u; row < ROWS; row++) { scores[row] += f32(dot(elements, queries[row * GROUPS + i])); }
             }
         }
         for (var row = 0u; row < ROWS; row++) {
@@ -210,7 +134,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
             let num_keys = min(THREADS, item.end_key - tile);
             for (var i = share; i < num_keys; i += SHARES) {
                 let at = places[i];
-                let elements = load_value(at.x + element_group, at.y);
+                let elements = widen(load_value(at.x + element_group, at.y));
                 for (var row = 0u; row < ROWS; row++) {
                     let weight = weights[row * THREADS + i];
                     // What a weight of 0 meets may be no number.

@@ -6,13 +6,7 @@
 //
 // Options: those of the weights; STEP, ADD, SWIGLU.
 
-struct Params { num_outputs: u32, num_blocks: u32, num_tokens: u32, width: u32, first_output: u32 }
-#include params
-
-#include weights
-@group(0) @binding(4) var<storage, read> quants: array<vec4<u32>>;
-@group(0) @binding(5) var<storage, read> scales: array<vec2<u32>>;
-@group(0) @binding(6) var<storage, read_write> output: array<f32>;
+#include batch
 #include activations
 
 const TILE = 64u;
@@ -48,10 +42,7 @@ fn copy_weights(group: u32, index: u32, first_block: u32) {
     let weights = load_block(weight_row(group, row) * params.num_blocks + block);
     weight_words[low] = weights.first;
     weight_words[low + TILE] = weights.second;
-    let factors = weights.d * vec2<f32>(weights.scale);
-    var minima = -f32(OFFSET) * factors;
-    if (SCALES == HALF_MIN || SCALES == BYTES || SCALES == NIBBLES) { minima += weights.m * vec2<f32>(weights.min); }
-    weight_factors[at] = vec4<f32>(factors, minima);
+    weight_factors[at] = block_factors(weights);
 }
 
 fn copy_input(group: u32, index: u32, first_block: u32) {
@@ -114,19 +105,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     }
     for (var j = 0u; j < 4u; j++) {
         let token = group.y * TILE + x + SIDE * j;
-        if (token >= params.num_tokens) { continue; }
         for (var i = 0u; i < 4u / (1u + SWIGLU); i++) {
-            let row = group.x * OUTPUTS + y + SIDE * i;
-            if (row >= params.num_outputs) { continue; }
-            let at = token * params.width + params.first_output + row;
-            var result = sums[i][j];
 #if SWIGLU
-            result = result / (1.0 + exp(-result)) * sums[i + 2u][j];
+            let result = gated(sums[i][j], sums[i + 2u][j]);
+#else
+            let result = sums[i][j];
 #endif
-#if ADD
-            result += output[at];
-#endif
-            output[at] = result;
+            store_output(token, group.x * OUTPUTS + y + SIDE * i, result);
         }
     }
 }

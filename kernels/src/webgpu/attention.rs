@@ -1,11 +1,13 @@
-//! Paged flash attention on WebGPU. Device code: `wgsl/attention.wgsl`, `attention_combine.wgsl`.
+//! Paged flash attention on WebGPU. Device code: `wgsl/attention.wgsl`, `attention_cooperative.wgsl`, `attention_combine.wgsl`.
 //! For: [`WebGpuDevice`](super::WebGpuDevice).
-//! Invariant: how a token's keys are cut into ranges depends on its position alone.
+//! Invariant: how a token's keys are cut into ranges depends on its position alone. Whether its prompt is multiplied by tensor
+//! cores depends on the adapter, the cache and the head.
 
 use lockstep_formats::Dtype;
 
 use super::{
     commands::{Binding, Commands},
+    gpu::Gpu,
     kv_cache::{self, WebGpuKvCache},
     source::{Options, Source},
     tensor::WebGpuTensor,
@@ -14,6 +16,9 @@ use crate::{KernelError, ops::Attention, quant::ACTIVATION_BLOCK};
 
 /// The ranges of keys.
 pub static ATTENTION: Source = Source { name: "attention.wgsl", text: include_str!("../../wgsl/attention.wgsl") };
+/// Prompts by tensor cores.
+pub static COOPERATIVE: Source =
+    Source { name: "attention_cooperative.wgsl", text: include_str!("../../wgsl/attention_cooperative.wgsl") };
 /// Their sums.
 pub static COMBINE: Source =
     Source { name: "attention_combine.wgsl", text: include_str!("../../wgsl/attention_combine.wgsl") };
@@ -22,8 +27,12 @@ pub static COMBINE: Source =
 const THREADS: u32 = 128;
 /// Keys of a range.
 const RANGE_KEYS: usize = 128;
-/// Tokens of a prompt that share an item.
+/// Tokens of a prompt that share an item, without tensor cores.
 const PREFILL_TOKENS: usize = 4;
+/// Tokens of a sequence from which on tensor cores pay.
+const LEAST_MATRIX_TOKENS: usize = 8;
+/// The largest head of tensor cores: a subgroup holds 16 rows of its queries and of its sums.
+const MAX_MATRIX_HEAD: usize = 128;
 /// No partial sums.
 const NONE: u32 = u32::MAX;
 
@@ -44,6 +53,7 @@ struct Item {
 /// The work of a step, which its layers share.
 #[derive(Clone)]
 pub(super) struct StagedItems {
+    work: [Work; 2],
     /// Items of one token, and of several, each with their number.
     items: [Option<(Binding, usize)>; 2],
     tables: Binding,
@@ -53,7 +63,91 @@ pub(super) struct StagedItems {
     num_slots: usize,
 }
 
-/// What decides the variant of `attention.wgsl` beside the cache.
+/// Shape of a workgroup of `attention_cooperative.wgsl`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MatrixShape {
+    /// Rows and columns of a matrix: 16, or 8 as in Metal.
+    pub edge: u32,
+    /// Subgroups, of 16 rows each.
+    pub teams: u32,
+    /// Keys of a tile.
+    pub keys: u32,
+}
+
+impl MatrixShape {
+    /// Rows of a subgroup.
+    const TEAM_ROWS: u32 = 16;
+    /// What was fastest on an H200, and what Metal's workgroup memory holds.
+    pub const ALL: [Self; 2] = [Self { edge: 16, teams: 4, keys: 64 }, Self { edge: 8, teams: 4, keys: 32 }];
+
+    /// The shape for matrices of an edge.
+    fn of(edge: u32) -> Option<Self> {
+        Self::ALL.into_iter().find(|shape| shape.edge == edge)
+    }
+
+    fn rows(self) -> usize {
+        (self.teams * Self::TEAM_ROWS) as usize
+    }
+}
+
+/// Whether tensor cores compute prompts for caches of a type and heads of a size: they have 16 bits.
+pub fn has_matrices(dtype: Dtype, head_dim: usize) -> bool {
+    dtype != Dtype::F32 && head_dim.is_multiple_of(16) && head_dim <= MAX_MATRIX_HEAD
+}
+
+/// Who computes the tokens of an item.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// One token.
+    Decode,
+    /// A few tokens of a prompt.
+    Prefill,
+    /// Many tokens of a prompt, by tensor cores.
+    Matrices(MatrixShape),
+}
+
+impl Work {
+    /// How the prompts of a call are computed.
+    fn of_prompts(gpu: &Gpu, call: &Attention<'_>, cache: &WebGpuKvCache) -> Self {
+        let shape = gpu.options().attention_shape.or_else(|| MatrixShape::of(gpu.matrix_edge()?));
+        let fits = gpu.matrix_edge().is_some() && has_matrices(cache.dtype(), call.head_dim);
+        shape.filter(|_| fits).map_or(Self::Prefill, Self::Matrices)
+    }
+
+    /// Query heads that share a workgroup.
+    fn query_heads(self, head_dim: usize, group_size: usize) -> usize {
+        // Queries and scores stay in workgroup memory.
+        let most = match (self, head_dim) {
+            // Rows that are no query head's are multiplied in vain.
+            (Self::Matrices(_), _) => return 1 << group_size.trailing_zeros().min(3),
+            (Self::Prefill, 257..) => 1,
+            (Self::Prefill, 129..) => 2,
+            (Self::Prefill, _) | (Self::Decode, 257..) => 4,
+            (Self::Decode, _) => 8,
+        };
+        group_size.next_power_of_two().min(most)
+    }
+
+    /// Tokens of an item.
+    fn tokens(self, head_dim: usize, group_size: usize) -> usize {
+        match self {
+            Self::Decode => 1,
+            Self::Prefill => PREFILL_TOKENS,
+            Self::Matrices(shape) => shape.rows() / self.query_heads(head_dim, group_size),
+        }
+    }
+
+    /// Tokens below which a sequence is computed token by token.
+    fn least_tokens(self) -> usize {
+        if matches!(self, Self::Matrices(_)) { LEAST_MATRIX_TOKENS } else { PREFILL_TOKENS }
+    }
+
+    fn source(self) -> &'static Source {
+        if matches!(self, Self::Matrices(_)) { &COOPERATIVE } else { &ATTENTION }
+    }
+}
+
+/// What decides the variant of `attention.wgsl` and `attention_cooperative.wgsl` beside the cache.
 #[derive(Clone, Copy, Debug)]
 pub struct Variant {
     /// Elements of a head.
@@ -62,27 +156,49 @@ pub struct Variant {
     pub block_size: usize,
     /// Query heads of a group.
     pub group_size: usize,
-    /// Whether items have several tokens.
-    pub is_prefill: bool,
+    /// Who computes.
+    pub work: Work,
     /// Whether the output is made as 8-bit blocks, too.
     pub make_blocks: bool,
+    /// Whether the adapter computes with f16.
+    pub has_f16: bool,
 }
 
-/// Options of `attention.wgsl`.
-pub fn attention_options(dtype: Dtype, is_parted: bool, variant: Variant) -> Options {
-    let mut options = kv_cache::options(dtype, is_parted).to_vec();
-    let Variant { head_dim, block_size, group_size, is_prefill, make_blocks } = variant;
-    let tokens = if is_prefill { PREFILL_TOKENS } else { 1 };
-    options.extend([
-        ("WIDE", u32::from(dtype == Dtype::F32)),
-        ("THREADS", THREADS),
-        ("GROUP", query_heads(head_dim, group_size, is_prefill) as u32),
-        ("TOKENS", tokens as u32),
-        ("GROUPS", head_dim.div_ceil(4) as u32),
-        ("BLOCK_SIZE", block_size as u32),
-        ("QUANTIZE", u32::from(make_blocks)),
-    ]);
-    options
+impl Variant {
+    /// The source and its options for a cache.
+    pub fn of_cache(self, dtype: Dtype, is_parted: bool) -> (&'static Source, Options) {
+        let Self { head_dim, block_size, group_size, work, make_blocks, has_f16 } = self;
+        let mut options = kv_cache::options(dtype, is_parted).to_vec();
+        let is_native = u32::from(has_f16 && dtype == Dtype::F16);
+        options.extend([
+            ("WIDE", u32::from(dtype == Dtype::F32)),
+            ("NATIVE", is_native),
+            ("GROUPS", head_dim.div_ceil(4) as u32),
+            ("BLOCK_SIZE", block_size as u32),
+            ("QUANTIZE", u32::from(make_blocks)),
+            ("GROUP", work.query_heads(head_dim, group_size) as u32),
+        ]);
+        match work {
+            Work::Matrices(MatrixShape { edge, teams, keys }) => options.extend([
+                ("F16", 1),
+                ("COOPERATIVE", 1),
+                ("SMALL", u32::from(edge == 8)),
+                ("TEAMS", teams),
+                ("ROW_TILES", MatrixShape::TEAM_ROWS / edge),
+                ("KEY_TILES", keys / edge),
+                ("HEAD_TILES", head_dim as u32 / edge),
+                ("LANE_KEYS", keys * MatrixShape::TEAM_ROWS / 32),
+            ]),
+            Work::Decode | Work::Prefill => options.extend([
+                ("F16", is_native),
+                ("THREADS", THREADS),
+                ("TOKENS", work.tokens(head_dim, group_size) as u32),
+                // Where a cache's elements are multiplied as they are.
+                ("HALVES", is_native * u32::from(work == Work::Prefill)),
+            ]),
+        }
+        (work.source(), options)
+    }
 }
 
 /// Options of `attention_combine.wgsl` for heads of so many groups of four elements.
@@ -90,28 +206,21 @@ pub fn combine_options(head_groups: usize, make_blocks: bool) -> Options {
     vec![("THREADS", THREADS), ("GROUPS", head_groups as u32), ("QUANTIZE", u32::from(make_blocks))]
 }
 
-/// Query heads that share a workgroup.
-fn query_heads(head_dim: usize, group_size: usize, is_prefill: bool) -> usize {
-    // Queries and scores stay in workgroup memory.
-    let most = match (is_prefill, head_dim) {
-        (true, 257..) => 1,
-        (true, 129..) => 2,
-        (true, _) => 4,
-        (false, 257..) => 4,
-        (false, _) => 8,
-    };
-    group_size.next_power_of_two().min(most)
-}
-
 /// Sends what is to be done.
-pub(super) fn stage(commands: &mut Commands, call: &Attention<'_>) -> Result<StagedItems, KernelError> {
+pub(super) fn stage(
+    commands: &mut Commands,
+    call: &Attention<'_>,
+    cache: &WebGpuKvCache,
+) -> Result<StagedItems, KernelError> {
+    let work = Work::of_prompts(commands.gpu(), call, cache);
+    let tokens = work.tokens(call.head_dim, call.group_size);
     let (mut singles, mut several, mut combined) = (Vec::new(), Vec::new(), Vec::new());
     let (mut tables, mut row, mut num_slots) = (Vec::new(), 0, 0);
     for sequence in call.sequences {
         let table = tables.len() as u32;
         tables.extend_from_slice(sequence.block_table);
         let (step, items) =
-            if sequence.num_tokens < PREFILL_TOKENS { (1, &mut singles) } else { (PREFILL_TOKENS, &mut several) };
+            if sequence.num_tokens < work.least_tokens() { (1, &mut singles) } else { (tokens, &mut several) };
         for first in (0..sequence.num_tokens).step_by(step) {
             let num_tokens = step.min(sequence.num_tokens - first);
             let position = sequence.first_position + first;
@@ -139,13 +248,15 @@ pub(super) fn stage(commands: &mut Commands, call: &Attention<'_>) -> Result<Sta
         }
         row += sequence.num_tokens;
     }
+    // The longest first: what is left at the end is short.
+    several.reverse();
     let mut staged = |items: &[Item]| {
         (!items.is_empty()).then(|| commands.stage(items).map(|binding| (binding, items.len()))).transpose()
     };
     let items = [staged(&singles)?, staged(&several)?];
     let combined =
         (!combined.is_empty()).then(|| commands.stage(&combined).map(|at| (at, combined.len()))).transpose()?;
-    Ok(StagedItems { items, tables: commands.stage(&tables)?, combined, num_slots })
+    Ok(StagedItems { work: [Work::Decode, work], items, tables: commands.stage(&tables)?, combined, num_slots })
 }
 
 /// Bytes of partial sums.
@@ -168,18 +279,19 @@ pub(super) fn push(
         if call.head_dim.is_multiple_of(ACTIVATION_BLOCK) { output.overwrite_blocks(call.num_tokens()) } else { None };
     let make_blocks = blocks.is_some();
     let blocks: Vec<Binding> = blocks.into_iter().flat_map(|blocks| [blocks.quants, blocks.scales]).collect();
-    for (items, is_prefill) in staged.items.iter().zip([false, true]) {
+    let Attention { head_dim, group_size, .. } = *call;
+    for (items, work) in staged.items.iter().zip(staged.work) {
         let Some((items, num_items)) = items else { continue };
-        let Attention { head_dim, group_size, .. } = *call;
-        let variant = Variant { head_dim, block_size: cache.spec().block_size, group_size, is_prefill, make_blocks };
-        let options = attention_options(cache.dtype(), cache.is_parted(), variant);
-        let pipeline = commands.gpu().pipeline(&ATTENTION, &options)?;
+        let (block_size, has_f16) = (cache.spec().block_size, commands.gpu().has_f16());
+        let variant = Variant { head_dim, block_size, group_size, work, make_blocks, has_f16 };
+        let (source, options) = variant.of_cache(cache.dtype(), cache.is_parted());
+        let pipeline = commands.gpu().pipeline(source, &options)?;
         let mut cached = cache.layer(call.layer);
         let mut bindings = vec![qkv.clone(), items.clone(), staged.tables.clone()];
         bindings.extend(cached.by_ref().take(2));
         bindings.extend([values.clone(), partial.clone()]);
         bindings.extend(blocks.iter().cloned().chain(cached));
-        let chunks = group_size.div_ceil(query_heads(head_dim, group_size, is_prefill));
+        let chunks = group_size.div_ceil(work.query_heads(head_dim, group_size));
         let parameters = [
             call.num_heads as u32,
             call.num_key_value_heads as u32,

@@ -129,12 +129,12 @@ impl WebGpuDevice {
         }
     }
 
-    fn items(&mut self, call: &Attention<'_>) -> Result<StagedItems, KernelError> {
+    fn items(&mut self, call: &Attention<'_>, cache: &WebGpuKvCache) -> Result<StagedItems, KernelError> {
         let key = [call.sequences.as_ptr().addr(), call.sequences.len(), call.num_tokens()];
         match &self.staged.items {
             Some((known, items)) if *known == key => Ok(items.clone()),
             _ => {
-                let items = attention::stage(&mut self.commands, call)?;
+                let items = attention::stage(&mut self.commands, call, cache)?;
                 self.staged.items = self.commands.is_step_open().then(|| (key, items.clone()));
                 Ok(items)
             }
@@ -321,7 +321,7 @@ impl Device for WebGpuDevice {
         call.check(cache.spec(), qkv.width(), output.width())?;
         qkv.expect_tokens("attention", call.num_tokens())?;
         output.expect_tokens("attention", call.num_tokens())?;
-        let staged = self.items(call)?;
+        let staged = self.items(call, cache)?;
         let num_bytes = attention::partial_bytes(call, &staged);
         if self.partial.num_bytes < num_bytes {
             let buffer = self.commands.gpu().buffer("partial sums", num_bytes.next_power_of_two())?;

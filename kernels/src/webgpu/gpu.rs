@@ -17,6 +17,7 @@ use wgpu::{
 };
 
 use super::{
+    attention::MatrixShape,
     matmul::Shape,
     parameters,
     source::{self, Options, Source},
@@ -28,16 +29,31 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 /// Bytes of parameters that a dispatch takes.
 pub const PARAMETER_BYTES: u32 = 64;
 
-/// Workgroup memory of `batch_cooperative.wgsl`.
-const COOPERATIVE_BYTES: u32 = 45 << 10;
+/// Edges of the matrices of tensor cores that shaders are written for, and the workgroup memory that these take.
+const MATRICES: [(u32, u32); 2] = [(16, 45 << 10), (8, 25 << 10)];
 
-/// What is used of an adapter, for tests that do without.
+/// Which tensor cores are used.
+#[derive(Clone, Copy, Debug)]
+pub enum Matrices {
+    /// None.
+    None,
+    /// The adapter's, where it has them.
+    OfAdapter,
+    /// None; in their place, for tests, what a function makes of the shaders for matrices of an edge.
+    StandIn(u32, fn(&str) -> String),
+}
+
+/// What is used of an adapter, for tests that do without and for benchmarks.
 #[derive(Clone, Copy, Debug)]
 pub struct GpuOptions {
     /// Reductions over subgroups, where the adapter has them.
     pub use_subgroups: bool,
-    /// Tensor cores, where the adapter has them.
-    pub use_cooperative_matrices: bool,
+    /// f16 arithmetic, where the adapter has it.
+    pub use_f16: bool,
+    /// Tensor cores.
+    pub matrices: Matrices,
+    /// Shape of attention by tensor cores; `None`: what suits them.
+    pub attention_shape: Option<MatrixShape>,
     /// Parameters as immediates, where the adapter has them; else they are uniforms.
     pub use_immediates: bool,
     /// No binding of weights or of a KV cache is larger, whatever the adapter allows.
@@ -46,7 +62,14 @@ pub struct GpuOptions {
 
 impl Default for GpuOptions {
     fn default() -> Self {
-        Self { use_subgroups: true, use_cooperative_matrices: true, use_immediates: true, max_binding_bytes: u64::MAX }
+        Self {
+            use_subgroups: true,
+            use_f16: true,
+            matrices: Matrices::OfAdapter,
+            attention_shape: None,
+            use_immediates: true,
+            max_binding_bytes: u64::MAX,
+        }
     }
 }
 
@@ -61,7 +84,7 @@ pub struct Gpu {
     pub(super) queue: Queue,
     limits: Limits,
     features: Features,
-    has_cooperative_matrices: bool,
+    matrix_edge: Option<u32>,
     /// Of the parameters, if they are uniforms.
     parameter_layout: Option<BindGroupLayout>,
     matvec_shape: Mutex<Option<Shape>>,
@@ -99,8 +122,11 @@ impl Gpu {
         if options.use_subgroups {
             wanted |= Features::SUBGROUP;
         }
-        if options.use_cooperative_matrices {
-            wanted |= Features::EXPERIMENTAL_COOPERATIVE_MATRIX | Features::SHADER_F16;
+        if options.use_f16 {
+            wanted |= Features::SHADER_F16;
+        }
+        if matches!(options.matrices, Matrices::OfAdapter) {
+            wanted |= Features::EXPERIMENTAL_COOPERATIVE_MATRIX;
         }
         let features = adapter.features() & wanted;
         let limits = adapter.limits();
@@ -128,7 +154,10 @@ impl Gpu {
             lock(&lost).get_or_insert_with(|| format!("the device is lost ({reason:?}): {message}"));
         });
         let pipelines = Mutex::default();
-        let has_cooperative_matrices = has_cooperative_matrices(&adapter, features);
+        let matrix_edge = match options.matrices {
+            Matrices::StandIn(edge, _) => Some(edge),
+            Matrices::None | Matrices::OfAdapter => matrix_edge(&adapter, features),
+        };
         let has_immediates = features.contains(Features::IMMEDIATES);
         let parameter_layout = (!has_immediates).then(|| parameters::layout(&device));
         let gpu = Self {
@@ -139,7 +168,7 @@ impl Gpu {
             queue,
             limits,
             features,
-            has_cooperative_matrices,
+            matrix_edge,
             parameter_layout,
             matvec_shape: Mutex::default(),
             pipelines,
@@ -168,9 +197,20 @@ impl Gpu {
         *lock(&self.matvec_shape)
     }
 
-    /// Whether it has tensor cores for 16 x 16 x 16 products of f16, summed in f32, and the memory that their kernel takes.
-    pub fn has_cooperative_matrices(&self) -> bool {
-        self.has_cooperative_matrices
+    /// What is used of the adapter.
+    pub fn options(&self) -> &GpuOptions {
+        &self.options
+    }
+
+    /// Whether kernels compute with f16.
+    pub fn has_f16(&self) -> bool {
+        self.features.contains(Features::SHADER_F16)
+    }
+
+    /// Edge of the matrices of its tensor cores, of f16 and summed in f32, if it has such and the memory that their kernels
+    /// take.
+    pub fn matrix_edge(&self) -> Option<u32> {
+        self.matrix_edge
     }
 
     /// What pipelines expect as their second group of bindings, if parameters are no immediates.
@@ -258,7 +298,12 @@ impl Gpu {
         if let Some(known) = lock(&self.pipelines).get(&key) {
             return Ok(known.clone());
         }
-        let text = source.variant(&key.1).map_err(|what| self.error(format!("{} {what}", source.name)))?;
+        let mut text = source.variant(&key.1).map_err(|what| self.error(format!("{} {what}", source.name)))?;
+        if let Matrices::StandIn(_, rewrite) = self.options.matrices
+            && key.1.contains(&("COOPERATIVE", 1))
+        {
+            text = rewrite(&text);
+        }
         let bindings = source::bindings(&text);
         let layout = self.layout(source.name, &bindings);
         let descriptor = ShaderModuleDescriptor { label: Some(source.name), source: ShaderSource::Wgsl(text.into()) };
@@ -302,16 +347,23 @@ impl Gpu {
     }
 }
 
-/// Whether `batch_cooperative.wgsl` runs with these features.
-fn has_cooperative_matrices(adapter: &Adapter, features: Features) -> bool {
+/// Edge of the matrices that the shaders for tensor cores use with these features.
+fn matrix_edge(adapter: &Adapter, features: Features) -> Option<u32> {
     use wgpu::CooperativeScalarType::{F16, F32};
     let (info, limits) = (adapter.get_info(), adapter.limits());
-    let is_known = |entry: &wgpu::CooperativeMatrixProperties| {
-        (entry.m_size, entry.n_size, entry.k_size) == (16, 16, 16) && (entry.ab_type, entry.cr_type) == (F16, F32)
-    };
     let needed = Features::EXPERIMENTAL_COOPERATIVE_MATRIX | Features::SHADER_F16 | Features::SUBGROUP;
-    features.contains(needed)
-        && (info.subgroup_min_size, info.subgroup_max_size) == (32, 32)
-        && limits.max_compute_workgroup_storage_size >= COOPERATIVE_BYTES
-        && adapter.cooperative_matrix_properties().iter().any(is_known)
+    // Metal says nothing of its subgroups, which have 32 threads wherever it has matrices.
+    let has_lanes =
+        info.backend == wgpu::Backend::Metal || (info.subgroup_min_size, info.subgroup_max_size) == (32, 32);
+    if !features.contains(needed) || !has_lanes {
+        return None;
+    }
+    let known = adapter.cooperative_matrix_properties();
+    let is_there = |(edge, num_bytes): &(u32, u32)| {
+        let is_known = |entry: &wgpu::CooperativeMatrixProperties| {
+            [entry.m_size, entry.n_size, entry.k_size] == [*edge; 3] && (entry.ab_type, entry.cr_type) == (F16, F32)
+        };
+        limits.max_compute_workgroup_storage_size >= *num_bytes && known.iter().any(is_known)
+    };
+    MATRICES.iter().find(|entry| is_there(entry)).map(|(edge, _)| *edge)
 }

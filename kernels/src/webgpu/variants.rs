@@ -55,7 +55,10 @@ fn matmul_variants() -> Vec<Variant> {
             }
             if !is_plain {
                 variants.push((&matmul::BATCH, matmul::batch_options(format, target)));
-                variants.push((&matmul::BATCH_COOPERATIVE, matmul::cooperative_options(format, target)));
+                for edge in [16, 8] {
+                    let options = matmul::cooperative_options(format, edge, target);
+                    variants.push((&matmul::BATCH_COOPERATIVE, options));
+                }
             }
         }
     }
@@ -71,12 +74,15 @@ fn attention_variants() -> Vec<Variant> {
             variants.push((&rope_and_store::ROPE_AND_STORE, options));
         }
         for (head_dim, group_size) in HEADS {
-            for (is_prefill, make_blocks) in [(false, false), (false, true), (true, false), (true, true)] {
-                // Heads that are no whole blocks are not made as blocks.
-                if !make_blocks || head_dim % ACTIVATION_BLOCK == 0 {
-                    let variant = attention::Variant { head_dim, block_size: 32, group_size, is_prefill, make_blocks };
-                    let options = attention::attention_options(dtype, is_parted, variant);
-                    variants.push((&attention::ATTENTION, options));
+            // Heads that are no whole blocks are not made as blocks.
+            let block_choices = if head_dim % ACTIVATION_BLOCK == 0 { &[false, true][..] } else { &[false] };
+            for (work, make_blocks) in
+                works(dtype, head_dim).flat_map(|work| block_choices.iter().map(move |make| (work, *make)))
+            {
+                for has_f16 in [false, true] {
+                    let block_size = 32;
+                    let variant = attention::Variant { head_dim, block_size, group_size, work, make_blocks, has_f16 };
+                    variants.push(variant.of_cache(dtype, is_parted));
                 }
             }
         }
@@ -89,6 +95,12 @@ fn attention_variants() -> Vec<Variant> {
     variants
 }
 
+fn works(dtype: Dtype, head_dim: usize) -> impl Iterator<Item = attention::Work> {
+    let matrices = attention::MatrixShape::ALL.into_iter().map(attention::Work::Matrices);
+    let has_matrices = attention::has_matrices(dtype, head_dim);
+    [attention::Work::Decode, attention::Work::Prefill].into_iter().chain(matrices.filter(move |_| has_matrices))
+}
+
 /// Sizes of a head and of a group, the largest of each kind of workgroup among them.
-const HEADS: [(usize, usize); 9] =
-    [(33, 1), (64, 3), (64, 8), (128, 1), (128, 4), (128, 8), (256, 4), (256, 8), (512, 8)];
+const HEADS: [(usize, usize); 10] =
+    [(33, 1), (64, 3), (80, 2), (64, 8), (128, 1), (128, 4), (128, 8), (256, 4), (256, 8), (512, 8)];

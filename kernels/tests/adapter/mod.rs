@@ -1,5 +1,8 @@
 //! The adapter of tests: the first one of Vulkan, in CI a software one. A test that finds none fails.
 
+#[allow(dead_code, reason = "not every test needs tensor cores")]
+pub mod matrices;
+
 use lockstep_kernels::{
     Device, KernelError,
     webgpu::{AdapterId, Backend, WebGpuDevice, WebGpuTensor, gpu::GpuOptions},

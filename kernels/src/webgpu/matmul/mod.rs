@@ -34,8 +34,8 @@ pub const MAX_MATVEC_TOKENS: usize = 8;
 /// Rows and tokens of a tile of `batch.wgsl`, and blocks of a step.
 const TILE: usize = 64;
 const STEP: u32 = 2;
-/// Rows and tokens of a tile of `batch_cooperative.wgsl`.
-const COOPERATIVE_TILE: usize = 128;
+/// Columns that `batch_cooperative.wgsl` takes at a time.
+const COOPERATIVE_COLUMNS: u32 = 64;
 
 /// Shape of a workgroup of `matvec.wgsl`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -114,12 +114,25 @@ pub fn batch_options(format: Format, target: Target) -> Options {
     options
 }
 
-/// Options of `batch_cooperative.wgsl`.
-pub fn cooperative_options(format: Format, target: Target) -> Options {
+/// Options of `batch_cooperative.wgsl` for matrices of an edge.
+pub fn cooperative_options(format: Format, edge: u32, target: Target) -> Options {
     let mut options = format_options(format);
     options.extend(target.options());
-    options.extend([("F16", 1), ("COOPERATIVE", 1)]);
+    options.extend([
+        ("F16", 1),
+        ("COOPERATIVE", 1),
+        ("SMALL", u32::from(edge == 8)),
+        ("TEAMS", cooperative_teams(edge)),
+        ("HALF_TILES", 2),
+        ("TOKEN_TILES", 32 / edge),
+        ("COLUMN_TILES", COOPERATIVE_COLUMNS / edge),
+    ]);
     options
+}
+
+/// Subgroups of `batch_cooperative.wgsl`: eight, and half of them where matrices and workgroup memory are smaller.
+const fn cooperative_teams(edge: u32) -> u32 {
+    edge / 2
 }
 
 /// The number of a type in the shaders.
@@ -206,10 +219,13 @@ impl PartCall<'_> {
             let outputs = if target == Target::SwiGlu { tile / 2 } else { tile };
             [num_outputs.div_ceil(outputs), num_tokens.div_ceil(tile), 1]
         };
-        if commands.gpu().has_cooperative_matrices() {
-            (&BATCH_COOPERATIVE, cooperative_options(*format, target), tiles(COOPERATIVE_TILE))
-        } else {
-            (&BATCH, batch_options(*format, target), tiles(TILE))
+        match commands.gpu().matrix_edge() {
+            // Half as many rows and tokens as threads.
+            Some(edge) => {
+                let tile = 16 * cooperative_teams(edge) as usize;
+                (&BATCH_COOPERATIVE, cooperative_options(*format, edge, target), tiles(tile))
+            }
+            None => (&BATCH, batch_options(*format, target), tiles(TILE)),
         }
     }
 }
