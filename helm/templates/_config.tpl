@@ -8,6 +8,14 @@
 {{- end }}
 {{- end -}}
 
+{{/* Settings as an annotation of a pod, and the volume that has them as a file. */}}
+{{- define "lockstep.settingsAnnotation" -}}
+lockstep.dev/settings: | {{- . | nindent 2 }}
+{{- end -}}
+{{- define "lockstep.settingsVolume" -}}
+- {name: config, downwardAPI: {items: [{path: {{ . }}, fieldRef: {fieldPath: "metadata.annotations['lockstep.dev/settings']"}}]}}
+{{- end -}}
+
 {{/* Pools with what they inherit, as JSON: name → pool. */}}
 {{- define "lockstep.pools" -}}
 {{- $pools := dict -}}

@@ -97,6 +97,7 @@ topologySpreadConstraints: {{- toYaml . | nindent 2 }}
     {{- end }}
   env:
     {{- include "lockstep.logEnvironment" .root | nindent 4 }}
+    {{- with .pool.env }}{{ toYaml . | nindent 4 }}{{ end }}
     {{- with .root.Values.model.hfToken }}
     {{- if .secretName }}
     - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}}}
@@ -109,6 +110,7 @@ topologySpreadConstraints: {{- toYaml . | nindent 2 }}
     limits: {cpu: "2", memory: 1Gi}
   volumeMounts:
     - {name: models, mountPath: /models{{ if .root.Values.model.cache.readOnly }}, readOnly: true{{ end }}}
+    {{- with .pool.extraVolumeMounts }}{{ toYaml . | nindent 4 }}{{ end }}
 {{- end -}}
 
 {{- define "lockstep.modelEnvironment" -}}

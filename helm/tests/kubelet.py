@@ -26,8 +26,9 @@ UNVERIFIED = ssl._create_unverified_context()
 
 
 class Pod:
-    def __init__(self, node, name, spec, address, labels):
-        self.node, self.name, self.spec, self.address, self.labels = node, name, spec, address, labels
+    def __init__(self, node, name, spec, address, metadata):
+        self.node, self.name, self.spec, self.address = node, name, spec, address
+        self.labels, self.annotations = metadata["labels"], metadata.get("annotations", {})
         self.process, self.starts, self.is_ending = None, 0, False
         self.folder = node.folder / name
         self.log = self.folder / "log"
@@ -47,9 +48,10 @@ class Pod:
         if path.exists():
             return path
         path.mkdir()
-        if "configMap" in volume:
-            for name, text in self.node.manifests["ConfigMap", volume["configMap"]["name"]]["data"].items():
-                (path / name).write_text(self.localize(text))
+        if "downwardAPI" in volume:
+            for item in volume["downwardAPI"]["items"]:
+                key = re.fullmatch(r"metadata\.annotations\['(.*)'\]", item["fieldRef"]["fieldPath"])[1]
+                (path / item["path"]).write_text(self.localize(self.annotations[key]))
         elif "secret" in volume:
             secret = self.node.secrets[volume["secret"]["secretName"]]
             wanted = {item["key"]: item["path"] for item in volume["secret"].get("items", [])} or {key: key for key in secret}
@@ -79,6 +81,8 @@ class Pod:
             source = variable.get("valueFrom", {})
             if "fieldRef" in source:
                 value = {"metadata.name": self.name, "status.podIP": self.address}[source["fieldRef"]["fieldPath"]]
+            elif "configMapKeyRef" in source:
+                value = self.node.manifests["ConfigMap", source["configMapKeyRef"]["name"]]["data"][source["configMapKeyRef"]["key"]]
             elif "secretKeyRef" in source:
                 value = self.node.secrets[source["secretKeyRef"]["name"]][source["secretKeyRef"]["key"]]
             else:
@@ -192,7 +196,7 @@ class Node:
         """A pod under the address that its name always has."""
         name = f"{owner}-{index}"
         address = self.addresses.setdefault(name, f"{self.net}.{len(self.addresses) + 1}")
-        self.pods[name] = Pod(self, name, template["spec"], address, template["metadata"]["labels"])
+        self.pods[name] = Pod(self, name, template["spec"], address, template["metadata"])
         return self.pods[name]
 
     def roll(self, manifests, kind, name):
@@ -259,6 +263,6 @@ class Node:
     def run_test_pod(self):
         """`helm test`: exit status and output."""
         manifest = next(m for m in chart.of_kind(self.manifests, "Pod"))
-        pod = Pod(self, manifest["metadata"]["name"], manifest["spec"], f"{self.net}.254", {})
+        pod = Pod(self, manifest["metadata"]["name"], manifest["spec"], f"{self.net}.254", {"labels": {}})
         status = pod.run(manifest["spec"]["containers"][0]).wait(PATIENCE)
         return status, pod.log.read_text()

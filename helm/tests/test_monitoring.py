@@ -82,7 +82,7 @@ class Monitoring(unittest.TestCase):
         self.assertIn("Where did this token's time go", [panel["title"] for panel in panels])
 
     def test_queries_are_prometheus_s(self):
-        values = {"$__rate_interval": "5m", "$namespace": ".*", "$model": ".*"}
+        values = {"$__rate_interval": "5m", "$namespace": ".*", "$release": ".*", "$model": ".*"}
         rules = []
         for index, (_, query, _) in enumerate(dashboard_queries()):
             for variable, value in values.items():
@@ -118,6 +118,10 @@ class Monitoring(unittest.TestCase):
             shutil.copy(chart.CHART / "tests/alerts_release_test.yaml", folder)
             ran = promtool("test", "rules", "alerts_release_test.yaml", cwd=folder)
             self.assertEqual(ran.returncode, 0, ran.stdout + ran.stderr)
+
+    def test_the_dashboard_tells_releases_apart(self):
+        for title, query, _ in dashboard_queries():
+            self.assertEqual(query.count('release=~"$release"'), query.count("{"), title)
 
     def test_series_carry_the_release(self):
         """Alerts and scaling ask for a label that the ServiceMonitors add."""

@@ -29,6 +29,10 @@ def arguments(manifests, name):
     return pod_of(manifests, name)["containers"][0]["args"]
 
 
+def settings_of(manifests, kind, name):
+    return manifests[kind, name]["spec"]["template"]["metadata"]["annotations"]["lockstep.dev/settings"]
+
+
 def matches(selector, labels):
     return selector.get("matchLabels", {}).items() <= labels.items()
 
@@ -60,6 +64,31 @@ class Rollouts(unittest.TestCase):
             # Helm's --wait and `rollout status` are no more patient than this.
             minutes = int(re.search(r"--timeout=(\d+)m", notes)[1])
             self.assertGreaterEqual(spec["progressDeadlineSeconds"], 60 * minutes, name)
+
+    def test_every_revision_has_its_own_settings(self):
+        """A pod that is held back, or that a rollback makes, starts with what its own revision says, and with nothing that
+        an upgrade has changed for others."""
+        manifests = render({"etcd": {"mode": "bundled"}})
+        for owner, pod in chart.pods(manifests):
+            for volume in pod.get("volumes", []):
+                self.assertNotIn("configMap", volume, owner)
+        for kind, name, key in (("Deployment", "coordinator", "model"), ("StatefulSet", "worker", "kernel_cache"), ("StatefulSet", "etcd", "data-dir")):
+            self.assertRegex(settings_of(manifests, kind, f"lockstep-{name}"), rf"(?m)^{key}\b")
+        given = render({"coordinator": {"config": {"min_workers": 1}}})
+        self.assertIn("\nmin_workers = 1\n", settings_of(given, "Deployment", "lockstep-coordinator"))
+        names = [variable["name"] for variable in pod_of(given, "lockstep-coordinator")["containers"][0]["env"]]
+        self.assertNotIn("LOCKSTEP_MIN_WORKERS", names)
+
+    def test_a_pull_has_the_worker_s_surroundings(self):
+        """A proxy, or the authority of a store of one's own."""
+        authority = {"name": "authority", "configMap": {"name": "company-ca"}}
+        mount = {"name": "authority", "mountPath": "/etc/company", "readOnly": True}
+        proxy = {"name": "HTTPS_PROXY", "value": "http://proxy:3128"}
+        pod = pod_of(render({"worker": {"env": [proxy], "extraVolumes": [authority], "extraVolumeMounts": [mount]}}), "lockstep-worker")
+        self.assertIn(authority, pod["volumes"])
+        for container in chart.containers(pod):
+            self.assertIn(mount, container["volumeMounts"])
+            self.assertIn(proxy, container["env"])
 
     def test_a_pool_can_be_held_back(self):
         pools = {"pools": {"a": {}, "b": {"replicas": 4, "update": {"partition": 4}}, "c": {"update": {"strategy": "OnDelete"}}}}
@@ -189,7 +218,7 @@ class Certificates(unittest.TestCase):
 class Caches(unittest.TestCase):
     def path(self, **model):
         manifests = render({"model": {"uri": URI, **model}})
-        text = manifests["ConfigMap", "lockstep"]["data"]["coordinator.toml"]
+        text = settings_of(manifests, "Deployment", "lockstep-coordinator")
         path = re.search(r'^model = "(.*)"$', text, re.MULTILINE)[1]
         if model.get("uri", URI):
             pull = pod_of(manifests, "lockstep-worker")["initContainers"][0]["args"]
