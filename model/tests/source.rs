@@ -178,6 +178,28 @@ async fn missing_folders_are_made_and_nothing_is_written_beside_a_file_that_is_t
 }
 
 #[tokio::test]
+async fn a_file_that_was_fetched_here_is_hashed_again_only_if_it_changed() {
+    let server = Server::start(|_, request| serve(request, &file(), "\"a\"", usize::MAX)).await;
+    let folder = tempfile::tempdir().expect("folder");
+    let source = format!("{}/m.gguf", server.address);
+    let checked = FetchOptions { sha256: Some(sha256(&file())), ..options() };
+    let path = pull(&source, folder.path(), &checked).await.expect("fetch").path;
+    let fetched = std::fs::metadata(&path).and_then(|metadata| metadata.modified()).expect("time");
+    let mut changed = file();
+    changed[7] ^= 1;
+    std::fs::write(&path, changed).expect("write");
+    let error = pull(&source, folder.path(), &checked).await.expect_err("another file");
+    assert!(matches!(error, FetchError::Hash { .. }), "{error}");
+    // Nothing but size and time is looked at.
+    let open = std::fs::File::options().write(true).open(&path).expect("open");
+    open.set_modified(fetched).expect("time");
+    assert!(pull(&source, folder.path(), &checked).await.expect("as it was").was_present);
+    let other = FetchOptions { sha256: Some("0".repeat(64)), ..options() };
+    let error = pull(&source, folder.path(), &other).await.expect_err("another hash");
+    assert!(matches!(error, FetchError::Hash { .. }), "{error}");
+}
+
+#[tokio::test]
 async fn broken_connections_are_resumed() {
     let server = Server::start(|_, request| serve(request, &file(), "\"a\"", 70_000)).await;
     let folder = tempfile::tempdir().expect("folder");
@@ -332,6 +354,6 @@ async fn no_server_and_a_second_fetch_are_clear_errors() {
     lock.lock().expect("lock");
     let error = pull(&source, folder.path(), &options()).await.expect_err("locked");
     assert!(matches!(error, FetchError::Locked { .. }), "{error}");
-    let error = pull(&source, &folder.path().join("missing/m"), &options()).await.expect_err("no folder");
+    let error = pull(&source, &folder.path().join("m.lock/m"), &options()).await.expect_err("a file in the way");
     assert!(matches!(error, FetchError::Io { .. }), "{error}");
 }

@@ -6,6 +6,7 @@
 //! endpoint that it belongs to and to no host that this one redirects to.
 //! Not here: the environment (its values come in [`FetchOptions`]), the progress bar, what is in the file.
 
+mod checked;
 mod error;
 mod location;
 pub(crate) mod object;
@@ -23,6 +24,8 @@ use self::{location::Location, partial::Partial, transfer::Transfer};
 
 /// Between two looks at a lock that another process holds.
 const LOCK_POLL: Duration = Duration::from_millis(200);
+/// Of the file beside a file whose lock keeps others out, and which says what was fetched.
+const LOCK_SUFFIX: &str = ".lock";
 /// Longest wait between two attempts.
 const MAX_BACKOFF: Duration = Duration::from_secs(30);
 
@@ -98,7 +101,8 @@ pub struct Fetched {
 
 /// Fetches `source` to `destination`: a file, or a folder (then under the source's own file name), which is a path that
 /// ends in a slash or leads to one. Folders that are missing are made. A file that is there already is kept, if it has the
-/// SHA-256 that was asked for; nothing is written then, so it may lie where nothing can be.
+/// SHA-256 that was asked for; nothing is written then, so it may lie where nothing can be. A file that was fetched here and
+/// is of the same size and time of change is not hashed again.
 ///
 /// What has come so far lies in `<file>.partial` beside it, also after an error.
 ///
@@ -120,7 +124,7 @@ pub async fn fetch(
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder).map_err(FetchError::io(folder, "create the folder"))?;
     }
-    let _lock = lock(&path, options.waits_for_others).await?;
+    let lock = lock(&path, options.waits_for_others).await?;
     // Another process may have been faster.
     if let Some(present) = check_present(&path, wanted.as_deref()).await? {
         return Ok(present);
@@ -135,13 +139,14 @@ pub async fn fetch(
         return Err(error);
     }
     let (num_bytes, sha256) = partial.finish(wanted.as_deref()).await?;
+    checked::remember(&lock, &path, &sha256);
     Ok(Fetched { path, num_bytes, sha256: Some(sha256), was_present: false })
 }
 
-/// Keeps a second fetch of the same file out. The lock is the system's and ends with the process; the empty file stays,
-/// since removing it would let two processes hold locks on two files of that name.
+/// Keeps a second fetch of the same file out. The lock is the system's and ends with the process; the file stays, since
+/// removing it would let two processes hold locks on two files of that name.
 async fn lock(path: &Path, waits: bool) -> Result<File, FetchError> {
-    let lock_path = with_suffix(path, ".lock");
+    let lock_path = with_suffix(path, LOCK_SUFFIX);
     let file = File::options().create(true).truncate(false).write(true).open(&lock_path);
     let file = file.map_err(FetchError::io(&lock_path, "create the lock file"))?;
     let mut is_known = false;
@@ -162,22 +167,24 @@ async fn lock(path: &Path, waits: bool) -> Result<File, FetchError> {
 }
 
 async fn check_present(path: &Path, wanted: Option<&str>) -> Result<Option<Fetched>, FetchError> {
-    let num_bytes = match std::fs::metadata(path) {
-        Ok(metadata) if metadata.is_file() => metadata.len(),
+    let metadata = match std::fs::metadata(path) {
+        Ok(metadata) if metadata.is_file() => metadata,
         Ok(_) => return Err(FetchError::io(path, "replace")(std::io::ErrorKind::IsADirectory.into())),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(FetchError::io(path, "look for the file")(error)),
     };
     let mut sha256 = None;
     if let Some(wanted) = wanted {
-        let (hasher, _) = partial::hash_file(path).await?;
-        let got = partial::hexadecimal(hasher);
+        let got = match checked::recall(&with_suffix(path, LOCK_SUFFIX), &metadata) {
+            Some(known) => known,
+            None => partial::hexadecimal(partial::hash_file(path).await?.0),
+        };
         if got != wanted {
             return Err(FetchError::Hash { path: path.to_owned(), expected: wanted.to_owned(), got });
         }
         sha256 = Some(got);
     }
-    Ok(Some(Fetched { path: path.to_owned(), num_bytes, sha256, was_present: true }))
+    Ok(Some(Fetched { path: path.to_owned(), num_bytes: metadata.len(), sha256, was_present: true }))
 }
 
 /// The path with something after its file name.
