@@ -51,6 +51,9 @@ Values that no schema can see to be wrong together: each is refused with the nam
 {{- end -}}
 {{- end -}}
 {{- $isMade := or (eq $cache.type "volumeClaimTemplate") (and (eq $cache.type "persistentVolumeClaim") (not $cache.existingClaim)) -}}
+{{- if and $cache.existingClaim $model.uri (not $cache.readOnly) (eq (join "" $cache.accessModes) "ReadOnlyMany") -}}
+{{- fail (printf "model.cache.existingClaim=%s and model.cache.accessModes=[ReadOnlyMany]: a claim that can only be read needs model.cache.readOnly=true" $cache.existingClaim) -}}
+{{- end -}}
 {{- if and $isMade (not $model.stream) (eq (join "" $cache.accessModes) "ReadOnlyMany") -}}
 {{- fail "model.cache.accessModes=[ReadOnlyMany] and model.uri: nobody could write what is pulled" -}}
 {{- end -}}
@@ -154,11 +157,12 @@ Values that no schema can see to be wrong together: each is refused with the nam
 {{- range regexFindAll "hybrid=[0-9]+x[0-9]+" $policy -1 -}}
 {{- range splitList "=" . | last | splitList "x" }}{{ $ranks = mul $ranks (int .) }}{{ end -}}
 {{- end -}}
-{{- if gt (int $ranks) (int $devices) -}}
+{{- /* Without any worker the release is at rest. */ -}}
+{{- if and (int $devices) (gt (int $ranks) (int $devices)) -}}
 {{- fail (printf "coordinator.config.policy=%s and the pools: a replica has %d ranks, all workers together have %d devices" $policy (int $ranks) (int $devices)) -}}
 {{- end -}}
 {{- $least := int (default 1 .Values.coordinator.config.min_workers) -}}
-{{- if gt $least (int (include "lockstep.maxWorkers" .)) -}}
+{{- if and (int $devices) (gt $least (int (include "lockstep.maxWorkers" .))) -}}
 {{- fail (printf "coordinator.config.min_workers=%d and the pools, which have %s workers at most: nothing would ever be planned" $least (include "lockstep.maxWorkers" .)) -}}
 {{- end -}}
 {{- end -}}

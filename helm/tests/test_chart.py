@@ -242,6 +242,7 @@ class Settings(unittest.TestCase):
             "model.stream=true and model.path": {"model": {"stream": True, "path": "a.gguf"}},
             "model.cache.readOnly=true and model.cache.type=emptyDir": {"model": {"cache": {"readOnly": True}}},
             "model.cache.accessModes=[ReadOnlyMany] and model.uri": {"model": {"cache": {**claim, "accessModes": ["ReadOnlyMany"]}}},
+            "existingClaim=x and model.cache.accessModes=[ReadOnlyMany]": {"model": {"cache": {**claim, "existingClaim": "x", "accessModes": ["ReadOnlyMany"]}}},
             "and 4 workers, who share the claim": {"worker": {"autoscaling": scaled}, "model": {"cache": {**claim, "accessModes": ["ReadWriteOnce"]}}},
             "etcd.endpoints and etcd.mode=none": {"etcd": {"endpoints": ["http://a:2379"]}},
             "etcd.endpoints and etcd.mode=bundled": {"etcd": {"mode": "bundled", "endpoints": ["http://a:2379"]}},
@@ -275,6 +276,11 @@ class Settings(unittest.TestCase):
             "networkPolicy.clientsFrom and networkPolicy.metricsFrom=[]": {"networkPolicy": {"clientsFrom": [{"podSelector": {}}]}, "monitoring": {"serviceMonitor": {"enabled": True}}},
         }
         self.check_refused(refused)
+
+    def test_a_release_may_rest(self):
+        values = chart.merged(chart.LEAST, {"worker": {"replicas": 0}, "coordinator": {"config": {"policy": "tensor=2"}}})
+        manifests, _ = chart.render(values)
+        self.assertEqual(manifests["ConfigMap", "lockstep"]["data"], {"min_workers": "1"})
 
     def test_names_fit_kubernetes(self):
         pool = "a" * 20

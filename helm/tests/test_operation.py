@@ -91,12 +91,25 @@ class Rollouts(unittest.TestCase):
             self.assertIn(proxy, container["env"])
 
     def test_a_pool_can_be_held_back(self):
-        pools = {"pools": {"a": {}, "b": {"replicas": 4, "update": {"partition": 4}}, "c": {"update": {"strategy": "OnDelete"}}}}
-        manifests = render(pools)
-        strategies = {pool: manifests["StatefulSet", f"lockstep-{pool}"]["spec"]["updateStrategy"] for pool in "abc"}
+        updates = {"a": {}, "b": {"partition": 4}, "c": {"strategy": "OnDelete"}, "d": {"maxUnavailable": "10%"}}
+        manifests = render({"pools": {name: {"replicas": 4, "update": update} for name, update in updates.items()}})
+        strategies = {pool: manifests["StatefulSet", f"lockstep-{pool}"]["spec"]["updateStrategy"] for pool in updates}
         self.assertEqual(strategies["a"], {"type": "RollingUpdate", "rollingUpdate": {"partition": 0}})
         self.assertEqual(strategies["b"]["rollingUpdate"], {"partition": 4})
         self.assertEqual(strategies["c"], {"type": "OnDelete"})
+        self.assertEqual(strategies["d"]["rollingUpdate"], {"partition": 0, "maxUnavailable": "10%"})
+        chart.check_schema(manifests["StatefulSet", "lockstep-d"], "1.37")
+
+    def test_coordinators_can_wait_for_a_model_s_files(self):
+        """Workers pull the new model beside the old one, which the coordinators that run still want."""
+        cache = {"model": {"cache": {"type": "hostPath"}}}
+        before = render(cache)
+        after = render(cache, {"model": {"uri": "https://host/next.gguf"}, "coordinator": {"paused": True}})
+        self.assertTrue(after["Deployment", "lockstep-coordinator"]["spec"]["paused"])
+        outputs = [pod_of(manifests, "lockstep-worker")["initContainers"][0]["args"][2] for manifests in (before, after)]
+        self.assertEqual(len(set(outputs)), 2)
+        workers = [settings_of(manifests, "StatefulSet", "lockstep-worker") for manifests in (before, after)]
+        self.assertEqual(*workers)
 
     def test_what_is_scaled_by_another_names_no_number_of_its_own(self):
         scaled = {"autoscaling": {"enabled": True, "kind": "hpa"}}
