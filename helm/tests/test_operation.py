@@ -117,6 +117,13 @@ class Rollouts(unittest.TestCase):
         for key in (("Deployment", "lockstep-coordinator"), ("StatefulSet", "lockstep-worker")):
             self.assertNotIn("replicas", manifests[key]["spec"])
 
+    def test_nodes_can_be_emptied_of_what_serves_nothing(self):
+        """But a member of etcd that is not ready may hold the data that makes a majority."""
+        manifests = render({"etcd": {"mode": "bundled"}})
+        budgets = {m["metadata"]["name"]: m["spec"] for m in chart.of_kind(manifests, "PodDisruptionBudget")}
+        policies = {name: spec.get("unhealthyPodEvictionPolicy") for name, spec in budgets.items()}
+        self.assertEqual(policies, {"lockstep-coordinator": "AlwaysAllow", "lockstep-worker": "AlwaysAllow", "lockstep-etcd": None})
+
     def test_images_can_be_pinned(self):
         cpu, cuda, etcd = (f"sha256:{digit * 64}" for digit in "abc")
         images = {"image": {"repository": "r/lockstep", "digests": {"cpu": cpu, "cuda": cuda}}}

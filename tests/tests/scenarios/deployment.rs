@@ -27,6 +27,11 @@ async fn the_chart_renders_what_operators_rely_on() {
 }
 
 #[tokio::test]
+async fn helm_installs_changes_and_rolls_back_the_chart() {
+    run_python("helm/tests", "test_release").await;
+}
+
+#[tokio::test]
 async fn the_chart_s_etcd_loses_a_disk_and_grows() {
     run_python("helm/tests", "test_etcd").await;
 }
