@@ -175,6 +175,9 @@ impl serde_json::ser::Formatter for PythonFormatter {
 
 /// The date for templates that print it, in UTC.
 fn strftime_now(format: &str) -> Result<String, Error> {
+    if cfg!(target_family = "wasm") {
+        return Err(Error::new(ErrorKind::InvalidOperation, "there is no clock here"));
+    }
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs());
     strftime(format, now)
 }

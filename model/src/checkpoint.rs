@@ -59,8 +59,8 @@ impl Checkpoint {
     /// # Errors
     /// [`ModelError`] naming the field that is wrong.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
-        if crate::source::is_remote(path) {
-            return Self::from_gguf(GgufFile::open(path)?);
+        if crate::positioned_file::is_remote(path) {
+            return Self::open_gguf(PositionedFile::open(path)?);
         }
         let failed =
             |source| ModelError::Io { path: path.to_owned(), what: "cannot open the checkpoint".into(), source };
@@ -69,7 +69,15 @@ impl Checkpoint {
         // A file shorter than the magic is left to the other reader, which says what it lacks.
         let is_gguf =
             is_file && File::open(path).map_err(failed)?.read_exact(&mut magic).is_ok() && magic == gguf::MAGIC;
-        if is_gguf { Self::from_gguf(GgufFile::open(path)?) } else { Self::from_hugging_face(path) }
+        if is_gguf { Self::open_gguf(PositionedFile::open(path)?) } else { Self::from_hugging_face(path) }
+    }
+
+    /// Reads the header of an open GGUF file.
+    ///
+    /// # Errors
+    /// [`ModelError`] naming the field that is wrong.
+    pub fn open_gguf(file: PositionedFile) -> Result<Self, ModelError> {
+        Self::from_gguf(GgufFile::read(file)?)
     }
 
     fn from_hugging_face(path: &Path) -> Result<Self, ModelError> {

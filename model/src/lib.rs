@@ -6,6 +6,8 @@
 //! - [`tokenizer`], [`chat_template`]: text to token ids and back, incrementally.
 //! - [`source`]: fetching a checkpoint (`hf://`, URLs, clouds); `remote_file`: reading one where it lies. [`synth`]: random checkpoints of any shape.
 //!
+//! For WebAssembly all but [`source`], `remote_file` and [`synth`] is there; a page opens bytes of its own.
+//!
 //! Invariants: nothing is allocated from a length in a file before it is checked against the file's size;
 //! an error names the file and the field or tensor; no weight is read that was not asked for.
 
@@ -17,10 +19,13 @@ pub mod config;
 pub mod error;
 pub mod gguf;
 pub mod positioned_file;
+#[cfg(not(target_family = "wasm"))]
 mod remote_file;
 pub mod rope;
 pub mod safetensors;
+#[cfg(not(target_family = "wasm"))]
 pub mod source;
+#[cfg(not(target_family = "wasm"))]
 pub mod synth;
 pub mod tensor_names;
 mod text_source;

@@ -1,31 +1,40 @@
-//! A file that is read by position and never mapped into memory: of this machine, or an object under a URL.
+//! A file that is read by position and never mapped into memory: of this machine, an object under a URL, or whatever else
+//! can be read so.
 //! For: the checkpoint readers; many threads may read one file at the same time.
 //! Invariant: every byte that is read is counted; a file that became shorter is an error that names what was being read.
 //! Not here: what the bytes mean.
 
 use std::{
-    fs::File,
-    io,
+    fmt, io,
     path::{Path, PathBuf},
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use crate::{ModelError, remote_file::RemoteFile};
+use crate::ModelError;
+
+/// Bytes that are read by position, on any thread.
+pub trait ReadAt: fmt::Debug + Send + Sync {
+    /// How many there were when it was opened.
+    fn num_bytes(&self) -> u64;
+
+    /// Fills `buffer` from `offset` on.
+    ///
+    /// # Errors
+    /// If it ends earlier or cannot be read.
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
+
+    /// Whether every read is a round trip, so that few large ones are better than many small ones.
+    fn is_remote(&self) -> bool {
+        true
+    }
+}
 
 /// An open file with its size at opening.
 #[derive(Debug)]
 pub struct PositionedFile {
     path: PathBuf,
-    bytes: Bytes,
-    num_bytes: u64,
+    bytes: Box<dyn ReadAt>,
     bytes_read: AtomicU64,
-}
-
-/// Where the bytes are.
-#[derive(Debug)]
-enum Bytes {
-    Here(File),
-    Elsewhere(Box<RemoteFile>),
 }
 
 impl PositionedFile {
@@ -35,18 +44,12 @@ impl PositionedFile {
     /// [`ModelError::Io`] if it cannot be opened or is no regular file.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
         let failed = |source| ModelError::Io { path: path.to_owned(), what: "cannot open the file".into(), source };
-        if let Some(opened) = path.to_str().and_then(RemoteFile::open) {
-            let file = opened.map_err(failed)?;
-            let (num_bytes, bytes) = (file.num_bytes(), Bytes::Elsewhere(Box::new(file)));
-            return Ok(Self { path: path.to_owned(), bytes, num_bytes, bytes_read: AtomicU64::new(0) });
-        }
-        let file = File::open(path).map_err(failed)?;
-        let metadata = file.metadata().map_err(failed)?;
-        if !metadata.is_file() {
-            return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")));
-        }
-        let bytes = Bytes::Here(file);
-        Ok(Self { path: path.to_owned(), bytes, num_bytes: metadata.len(), bytes_read: AtomicU64::new(0) })
+        Ok(Self::new(path, open(path).map_err(failed)?))
+    }
+
+    /// Takes bytes from elsewhere under the name of `path`.
+    pub fn new(path: &Path, bytes: Box<dyn ReadAt>) -> Self {
+        Self { path: path.to_owned(), bytes, bytes_read: AtomicU64::new(0) }
     }
 
     /// Path that it was opened with.
@@ -56,12 +59,12 @@ impl PositionedFile {
 
     /// Whether every read asks another machine.
     pub fn is_remote(&self) -> bool {
-        matches!(self.bytes, Bytes::Elsewhere(_))
+        self.bytes.is_remote()
     }
 
     /// Size when it was opened.
     pub fn num_bytes(&self) -> u64 {
-        self.num_bytes
+        self.bytes.num_bytes()
     }
 
     /// Bytes read since it was opened.
@@ -75,43 +78,93 @@ impl PositionedFile {
     /// [`ModelError::Io`] if reading fails or the file ends earlier than it did when it was opened.
     pub fn read_exact_at(&self, buffer: &mut [u8], offset: u64, what: &str) -> Result<(), ModelError> {
         let io = |source| ModelError::Io { path: self.path.clone(), what: what.to_owned(), source };
-        let file = match &self.bytes {
-            Bytes::Here(file) => file,
-            Bytes::Elsewhere(object) => {
-                object.read_exact_at(buffer, offset).map_err(io)?;
-                self.bytes_read.fetch_add(buffer.len() as u64, Ordering::Relaxed);
-                return Ok(());
-            }
-        };
-        let mut filled = 0;
-        while filled < buffer.len() {
-            match read_at(file, &mut buffer[filled..], offset + filled as u64) {
-                Ok(0) => return Err(self.shrank(offset, buffer.len(), filled, what)),
-                Ok(count) => filled += count,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(source) => return Err(io(source)),
-            }
-        }
-        self.bytes_read.fetch_add(filled as u64, Ordering::Relaxed);
+        self.bytes.read_exact_at(buffer, offset).map_err(io)?;
+        self.bytes_read.fetch_add(buffer.len() as u64, Ordering::Relaxed);
         Ok(())
     }
+}
 
-    fn shrank(&self, offset: u64, expected: usize, got: usize, what: &str) -> ModelError {
-        let problem = format!(
-            "file shrank while it was read: expected {expected} bytes at offset {offset}, got {got}; it had {} bytes when opened",
-            self.num_bytes
-        );
-        let source = io::Error::new(io::ErrorKind::UnexpectedEof, problem);
-        ModelError::Io { path: self.path.clone(), what: what.to_owned(), source }
+/// Whether a model's path is a URL under which workers read it where it lies.
+pub fn is_remote(path: &Path) -> bool {
+    path.to_str().is_some_and(|text| text.contains("://"))
+}
+
+#[cfg(not(target_family = "wasm"))]
+fn open(path: &Path) -> io::Result<Box<dyn ReadAt>> {
+    if let Some(opened) = path.to_str().and_then(crate::remote_file::RemoteFile::open) {
+        return Ok(Box::new(opened?));
     }
+    Ok(Box::new(local::LocalFile::open(path)?))
 }
 
-#[cfg(unix)]
-fn read_at(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
-    std::os::unix::fs::FileExt::read_at(file, buffer, offset)
+/// A page has no files by name.
+#[cfg(target_family = "wasm")]
+fn open(_: &Path) -> io::Result<Box<dyn ReadAt>> {
+    Err(io::ErrorKind::Unsupported.into())
 }
 
-#[cfg(windows)]
-fn read_at(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
-    std::os::windows::fs::FileExt::seek_read(file, buffer, offset)
+#[cfg(not(target_family = "wasm"))]
+mod local {
+    use std::{fs::File, io, path::Path};
+
+    use super::ReadAt;
+
+    /// A regular file of this machine.
+    #[derive(Debug)]
+    pub(super) struct LocalFile {
+        file: File,
+        num_bytes: u64,
+    }
+
+    impl LocalFile {
+        pub(super) fn open(path: &Path) -> io::Result<Self> {
+            let file = File::open(path)?;
+            let metadata = file.metadata()?;
+            if !metadata.is_file() {
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+            }
+            Ok(Self { file, num_bytes: metadata.len() })
+        }
+
+        fn shrank(&self, offset: u64, expected: usize, got: usize) -> io::Error {
+            let problem = format!(
+                "file shrank while it was read: expected {expected} bytes at offset {offset}, got {got}; it had {} bytes when opened",
+                self.num_bytes
+            );
+            io::Error::new(io::ErrorKind::UnexpectedEof, problem)
+        }
+    }
+
+    impl ReadAt for LocalFile {
+        fn num_bytes(&self) -> u64 {
+            self.num_bytes
+        }
+
+        fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+            let mut filled = 0;
+            while filled < buffer.len() {
+                match read_at(&self.file, &mut buffer[filled..], offset + filled as u64) {
+                    Ok(0) => return Err(self.shrank(offset, buffer.len(), filled)),
+                    Ok(count) => filled += count,
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Err(error) => return Err(error),
+                }
+            }
+            Ok(())
+        }
+
+        fn is_remote(&self) -> bool {
+            false
+        }
+    }
+
+    #[cfg(unix)]
+    fn read_at(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        std::os::unix::fs::FileExt::read_at(file, buffer, offset)
+    }
+
+    #[cfg(windows)]
+    fn read_at(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        std::os::windows::fs::FileExt::seek_read(file, buffer, offset)
+    }
 }

@@ -18,9 +18,12 @@ use object_store::{GetRange, ObjectMeta};
 use reqwest::Url;
 use tokio::runtime::Runtime;
 
-use crate::source::{
-    FetchError, FetchOptions,
-    object::{RemoteObject, is_passing},
+use crate::{
+    positioned_file::ReadAt,
+    source::{
+        FetchError, FetchOptions,
+        object::{RemoteObject, is_passing},
+    },
 };
 
 /// Most bytes of one request.
@@ -67,16 +70,18 @@ impl RemoteFile {
         Ok(Self { object, meta, options })
     }
 
-    /// Size when it was opened.
-    pub(crate) fn num_bytes(&self) -> u64 {
+    fn fetch(&self, range: Range<u64>) -> io::Result<Vec<u8>> {
+        let (object, etag, options) = (self.object.clone(), self.meta.e_tag.clone(), self.options.clone());
+        wait(async move { fetch(&object, etag, range, &options).await })
+    }
+}
+
+impl ReadAt for RemoteFile {
+    fn num_bytes(&self) -> u64 {
         self.meta.size
     }
 
-    /// Fills `buffer` from `offset` on.
-    ///
-    /// # Errors
-    /// If the object ends earlier, has changed or cannot be read.
-    pub(crate) fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         if offset.saturating_add(buffer.len() as u64) > self.meta.size {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
@@ -87,11 +92,6 @@ impl RemoteFile {
             start = end;
         }
         Ok(())
-    }
-
-    fn fetch(&self, range: Range<u64>) -> io::Result<Vec<u8>> {
-        let (object, etag, options) = (self.object.clone(), self.meta.e_tag.clone(), self.options.clone());
-        wait(async move { fetch(&object, etag, range, &options).await })
     }
 }
 

@@ -19,6 +19,6 @@ fn cache_limit() -> f32 {
     switch (DTYPE) {
         case 0u: { return 65504.0; }
         case 1u: { return 3.3895314e38; }
-        default: { return 3.4028235e38; }
+        default: { return 3.4028234663852886e38; }
     }
 }

@@ -68,7 +68,15 @@ impl GgufFile {
     /// # Errors
     /// [`ModelError`] naming the header field, metadata key or tensor that is wrong.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
-        reader::read(PositionedFile::open(path)?)
+        Self::read(PositionedFile::open(path)?)
+    }
+
+    /// Parses everything of an open file but the tensor data.
+    ///
+    /// # Errors
+    /// [`ModelError`] naming the header field, metadata key or tensor that is wrong.
+    pub fn read(file: PositionedFile) -> Result<Self, ModelError> {
+        reader::read(file)
     }
 
     /// The tensor of that name.

@@ -21,6 +21,7 @@ use std::{
 
 pub use self::error::FetchError;
 use self::{location::Location, partial::Partial, transfer::Transfer};
+pub use crate::positioned_file::is_remote;
 
 /// Between two looks at a lock that another process holds.
 const LOCK_POLL: Duration = Duration::from_millis(200);
@@ -70,11 +71,6 @@ impl FetchOptions {
     pub(crate) fn backoff_after(&self, attempts: u32) -> Duration {
         self.backoff.saturating_mul(1 << attempts.saturating_sub(1).min(16)).min(MAX_BACKOFF)
     }
-}
-
-/// Whether a model's path is a URL under which workers read it where it lies.
-pub fn is_remote(path: &Path) -> bool {
-    path.to_str().is_some_and(|text| text.contains("://"))
 }
 
 /// How far a fetch is.
