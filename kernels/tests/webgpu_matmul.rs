@@ -13,7 +13,11 @@ use lockstep_kernels::{
     ops::{Epilogue, HostMatrix},
     quant::dequantize,
     reference::matmul::{matmul, round_activations},
-    webgpu::{WebGpuDevice, gpu::GpuOptions, matmul::MAX_MATVEC_TOKENS},
+    webgpu::{
+        WebGpuDevice,
+        gpu::GpuOptions,
+        matmul::{MAX_MATVEC_TOKENS, Shape},
+    },
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
@@ -79,6 +83,21 @@ fn check_all(device: &mut WebGpuDevice, matrices: &[HostMatrix], num_tokens: usi
         }
     }
     check(&what, &results, &expected, if is_half { HALF } else { ROUNDING });
+}
+
+/// A processor's adapter without subgroups has workgroups of its own; these are what a GPU has in a browser.
+#[test]
+fn wide_workgroups_without_subgroups_agree_with_the_oracle() {
+    let mut device = adapter::open_with(GpuOptions { use_subgroups: false, ..GpuOptions::default() });
+    for ggml_type in [GgmlType::Q4_1, GgmlType::Q6_K, GgmlType::F16] {
+        for shape in Shape::ALL {
+            device.gpu().choose_matvec_shape(Some(shape));
+            let matrix = random_matrix(ggml_type, 34, 2 * ggml_type.block_elements().max(32), 5);
+            for (tokens, epilogue) in [(1, Epilogue::Store), (3, Epilogue::SwiGlu)] {
+                check_all(&mut device, std::slice::from_ref(&matrix), tokens, epilogue);
+            }
+        }
+    }
 }
 
 #[test]

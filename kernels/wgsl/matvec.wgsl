@@ -72,20 +72,21 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
     let num_partial = 1u;
 #endif
-    if (thread >= ROWS * TOKENS) { return; }
-    let row = first_row + thread / TOKENS;
-    let token = first_token + thread % TOKENS;
-    if (row >= params.num_outputs || token >= params.num_tokens) { return; }
-    var result = 0.0;
-    for (var i = 0u; i < num_partial; i++) { result += partial[i * SUMS + thread]; }
+    for (var index = thread; index < ROWS * TOKENS; index += THREADS) {
+        let row = first_row + index / TOKENS;
+        let token = first_token + index % TOKENS;
+        if (row >= params.num_outputs || token >= params.num_tokens) { continue; }
+        var result = 0.0;
+        for (var i = 0u; i < num_partial; i++) { result += partial[i * SUMS + index]; }
 #if SWIGLU
-    var up = 0.0;
-    for (var i = 0u; i < num_partial; i++) { up += partial[i * SUMS + ROWS * TOKENS + thread]; }
-    result = result / (1.0 + exp(-result)) * up;
+        var up = 0.0;
+        for (var i = 0u; i < num_partial; i++) { up += partial[i * SUMS + ROWS * TOKENS + index]; }
+        result = result / (1.0 + exp(-result)) * up;
 #endif
-    let at = token * params.width + params.first_output + row;
+        let at = token * params.width + params.first_output + row;
 #if ADD
-    result += output[at];
+        result += output[at];
 #endif
-    output[at] = result;
+        output[at] = result;
+    }
 }

@@ -60,17 +60,18 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         }
         workgroupBarrier();
     }
-    if (thread >= ROWS * TOKENS) { return; }
-    let row = first_row + thread / TOKENS;
-    let token = first_token + thread % TOKENS;
-    if (row >= params.num_outputs || token >= params.num_tokens) { return; }
-    var result = partial[thread];
+    for (var index = thread; index < ROWS * TOKENS; index += THREADS) {
+        let row = first_row + index / TOKENS;
+        let token = first_token + index % TOKENS;
+        if (row >= params.num_outputs || token >= params.num_tokens) { continue; }
+        var result = partial[index];
 #if SWIGLU
-    result = result / (1.0 + exp(-result)) * partial[ROWS * TOKENS + thread];
+        result = result / (1.0 + exp(-result)) * partial[ROWS * TOKENS + index];
 #endif
-    let target_index = token * params.width + params.first_output + row;
+        let target_index = token * params.width + params.first_output + row;
 #if ADD
-    result += output[target_index];
+        result += output[target_index];
 #endif
-    output[target_index] = result;
+        output[target_index] = result;
+    }
 }

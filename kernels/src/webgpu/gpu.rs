@@ -11,9 +11,9 @@ use std::{
 use ahash::RandomState;
 use wgpu::{
     Adapter, BindGroupLayout, BindGroupLayoutDescriptor, BindGroupLayoutEntry, BindingType, Buffer, BufferBindingType,
-    BufferDescriptor, BufferUsages, ComputePipeline, ComputePipelineDescriptor, Device, DeviceDescriptor, Features,
-    Limits, MemoryHints, PipelineCompilationOptions, PipelineLayoutDescriptor, PollType, Queue, ShaderModuleDescriptor,
-    ShaderRuntimeChecks, ShaderSource, ShaderStages,
+    BufferDescriptor, BufferUsages, ComputePipeline, ComputePipelineDescriptor, Device, DeviceDescriptor, DeviceType,
+    Features, Limits, MemoryHints, PipelineCompilationOptions, PipelineLayoutDescriptor, PollType, Queue,
+    ShaderModuleDescriptor, ShaderRuntimeChecks, ShaderSource, ShaderStages,
 };
 
 use super::{
@@ -114,7 +114,9 @@ impl Gpu {
     /// [`KernelError::Device`] if it does not open.
     pub async fn open(adapter: Adapter, id: &str, options: GpuOptions) -> Result<Arc<Self>, KernelError> {
         let info = adapter.get_info();
-        let name = format!("{id} {} ({})", info.name, info.driver);
+        // A browser keeps both to itself.
+        let driver = if info.driver.is_empty() { String::new() } else { format!(" ({})", info.driver) };
+        let name = format!("{id} {}{driver}", info.name).trim_end().to_owned();
         let mut wanted = Features::TIMESTAMP_QUERY;
         if options.use_immediates {
             wanted |= Features::IMMEDIATES;
@@ -158,6 +160,7 @@ impl Gpu {
             Matrices::StandIn(edge, _) => Some(edge),
             Matrices::None | Matrices::OfAdapter => matrix_edge(&adapter, features),
         };
+        let is_narrow = info.device_type == DeviceType::Cpu && !features.contains(Features::SUBGROUP);
         let has_immediates = features.contains(Features::IMMEDIATES);
         let parameter_layout = (!has_immediates).then(|| parameters::layout(&device));
         let gpu = Self {
@@ -170,7 +173,7 @@ impl Gpu {
             features,
             matrix_edge,
             parameter_layout,
-            matvec_shape: Mutex::default(),
+            matvec_shape: Mutex::new(is_narrow.then_some(Shape::NARROW)),
             pipelines,
             failure,
         };
