@@ -90,6 +90,12 @@ nvrtc=$("$LOCKSTEP_TEST_PYTHON" -c \
     'import importlib.util; print(next(iter(importlib.util.find_spec("nvidia.cu13").submodule_search_locations)) + "/lib")')
 export LD_LIBRARY_PATH=$nvrtc${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 
+# The page that computes in a browser is WebAssembly.
+say "page for browsers"
+browser/build.sh
+LOCKSTEP_TEST_PAGE=$(pwd)/target/browser/page
+export LOCKSTEP_TEST_PAGE
+
 say "format"
 cargo fmt --all --check
 say "lints"

@@ -27,6 +27,8 @@ pub struct CoordinatorConfig {
     pub max_concurrent_requests: usize,
     /// Who may use it, and how much; without it everybody, without limits.
     pub tenants_file: Option<std::path::PathBuf>,
+    /// Files of the page `/browser`, which is then served, and the models' files to it.
+    pub browser_folder: Option<std::path::PathBuf>,
     /// Longest wait of a request without a deadline for another replica, when its own breaks.
     pub failover_timeout: Duration,
     /// Longest time that a message may wait for its client to take it; then the request is given up.

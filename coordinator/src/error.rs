@@ -42,6 +42,14 @@ pub enum CoordinatorError {
         /// What is wrong with it.
         problem: String,
     },
+    /// The folder of the page `/browser` is not what `browser/build.sh` makes.
+    #[error("browser_dir {} has no {file}: browser/build.sh makes such a folder", path.display())]
+    BrowserFolder {
+        /// The folder.
+        path: std::path::PathBuf,
+        /// What is missing.
+        file: &'static str,
+    },
     /// Certificates or keys cannot be used.
     #[error(transparent)]
     Tls(#[from] lockstep_transport::TlsError),

@@ -17,8 +17,8 @@ use crate::{
     CoordinatorConfig, CoordinatorError,
     admission::Admission,
     api::{
-        MAX_REQUEST_BYTES, admin::AdminService, auth, grpc::InferenceService, health, http, intake::Intake,
-        suspicion::Turns, tokenizing::Tokenizing,
+        MAX_REQUEST_BYTES, admin::AdminService, auth, browser::BrowserFolder, grpc::InferenceService, health, http,
+        intake::Intake, suspicion::Turns, tokenizing::Tokenizing,
     },
     cluster::{MemoryRegistry, PlanStore, Registry, registration::RegistrationService},
     metrics::Metrics,
@@ -46,6 +46,7 @@ pub async fn run(
     ready: impl FnOnce(SocketAddr, SocketAddr) + Send,
 ) -> Result<(), CoordinatorError> {
     let security = Arc::new(Security::open(&config)?);
+    let browser = config.browser_folder.as_deref().map(BrowserFolder::open).transpose()?;
     let tenants = Tenants::open(config.tenants_file.as_deref())?;
     let (grpc_listener, grpc_address) = bind(config.grpc_listen).await?;
     let (http_listener, http_address) = bind(config.http_listen).await?;
@@ -101,6 +102,7 @@ pub async fn run(
         store: cluster.store,
         started: std::time::SystemTime::now(),
         security: Arc::clone(&security),
+        browser,
     };
 
     let grpc_incoming = Incoming::new(grpc_listener, security.grpc_gate());

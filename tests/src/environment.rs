@@ -20,6 +20,14 @@ pub fn browser() -> anyhow::Result<PathBuf> {
     path_of("LOCKSTEP_TEST_BROWSER")
 }
 
+/// The page that computes in a browser, which `browser/build.sh` made: `LOCKSTEP_TEST_PAGE`.
+///
+/// # Errors
+/// If it is not set or names no folder.
+pub fn page() -> anyhow::Result<PathBuf> {
+    path_of("LOCKSTEP_TEST_PAGE")
+}
+
 /// A Prometheus, with its promtool beside it: `LOCKSTEP_TEST_PROMETHEUS`.
 ///
 /// # Errors

@@ -11,7 +11,12 @@ use lockstep_telemetry::http::Probe;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
-use super::{auth, intake::Intake, openai, page};
+use super::{
+    auth,
+    browser::{self, BrowserFolder},
+    intake::Intake,
+    openai, page,
+};
 use crate::{
     cluster::{PlanStore, WorkerRecord, Workers},
     metrics::CoordinatorProbe,
@@ -31,6 +36,8 @@ pub struct HttpState {
     pub started: SystemTime,
     /// Certificates in force.
     pub security: Arc<Security>,
+    /// The files of the page `/browser`, if it is served.
+    pub browser: Option<BrowserFolder>,
 }
 
 /// Every path of the front.
@@ -45,11 +52,16 @@ pub fn routes(state: HttpState) -> Routes {
         workers: state.workers.clone(),
         scrape: Mutex::default(),
     });
+    let browser = state
+        .browser
+        .as_ref()
+        .map(|folder| browser::routes(folder).merge(auth::http(browser::model_routes(), &state.intake)));
     Routes::new()
         .route("/prometheus/workers", get(worker_targets))
         .merge(lockstep_telemetry::http::routes(probe))
         .merge(auth::http(openai::routes(), &state.intake))
         .merge(page::routes())
+        .merge(browser.unwrap_or_default())
         .merge(auth::http_admin(page::status_routes(), &state.intake))
         .with_state(state)
 }

@@ -5,11 +5,12 @@
 //!   [`delivery`]: to clients that read in time. [`span`]: what traces say of that.
 //! - [`openai`]: the OpenAI API over the same intake.
 //! - [`auth`]: whose a call is, for all of them.
-//! - [`admin`], [`status`], [`page`]: orders and what operators see. [`health`], [`http`]: probes, metrics.
+//! - [`admin`], [`status`], [`page`]: orders and what operators see. [`browser`]: a model in the visitor's browser. [`health`], [`http`]: probes, metrics.
 
 pub mod admin;
 pub mod attempt;
 pub mod auth;
+pub mod browser;
 pub mod delivery;
 pub mod generation;
 pub mod grpc;

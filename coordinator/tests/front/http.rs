@@ -76,6 +76,11 @@ pub async fn get(coordinator: &Coordinator, path: &str) -> Answer {
     receive(send(coordinator, "GET", path, "text/plain", b"").await).await
 }
 
+/// Gets a path with these headers, each ended by a line's end.
+pub async fn get_with(coordinator: &Coordinator, path: &str, headers: &str) -> Answer {
+    receive(send_with(coordinator, "GET", path, headers, b"").await).await
+}
+
 /// Posts JSON.
 pub async fn post(coordinator: &Coordinator, path: &str, body: &Value) -> Answer {
     receive(send(coordinator, "POST", path, "application/json", body.to_string().as_bytes()).await).await

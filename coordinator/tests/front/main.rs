@@ -6,6 +6,7 @@
 mod stub;
 
 mod admin;
+mod browser;
 mod drain;
 #[cfg(feature = "etcd")]
 mod etcd;

@@ -483,6 +483,7 @@ pub fn config(policy: &str, min_workers: usize) -> CoordinatorConfig {
         slow_reader_timeout: Duration::from_secs(60),
         drain_timeout: Duration::from_secs(5),
         tenants_file: None,
+        browser_folder: None,
         client_tls: None,
         cluster_tls: None,
         allow_insecure: false,

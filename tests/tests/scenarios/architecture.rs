@@ -9,7 +9,7 @@ use lockstep_tests::environment;
 use serde_json::Value;
 
 /// Crate → the crates of this workspace that it may depend on (tests' dependencies aside).
-const MAY_KNOW: [(&str, &[&str]); 13] = [
+const MAY_KNOW: [(&str, &[&str]); 14] = [
     ("lockstep-formats", &[]),
     ("lockstep-proto", &[]),
     ("lockstep-transport", &[]),
@@ -19,6 +19,10 @@ const MAY_KNOW: [(&str, &[&str]); 13] = [
     ("lockstep-kernels", &["lockstep-formats"]),
     ("lockstep-model", &["lockstep-formats", "lockstep-sharding"]),
     ("lockstep-executor", &["lockstep-formats", "lockstep-kernels", "lockstep-model", "lockstep-sharding"]),
+    (
+        "lockstep-browser",
+        &["lockstep-executor", "lockstep-formats", "lockstep-kernels", "lockstep-model", "lockstep-sharding"],
+    ),
     (
         "lockstep-worker",
         &[

@@ -99,6 +99,10 @@ struct Settings {
     /// Tenants with their API keys and limits, TOML; followed when it changes [default: no keys, no limits]
     #[arg(long, env = "LOCKSTEP_TENANTS", value_name = "FILE")]
     tenants: Option<PathBuf>,
+    /// Folder made by browser/build.sh: serve the page /browser, which computes in the visitor's browser, and to it the
+    /// files of the models, as far as this machine has them [default: neither is served]
+    #[arg(long, env = "LOCKSTEP_BROWSER_DIR", value_name = "FOLDER")]
+    browser_dir: Option<PathBuf>,
     /// How long a request without a deadline waits for another replica when its own breaks [default: 60]
     #[arg(long, env = "LOCKSTEP_FAILOVER_TIMEOUT_SECS", value_name = "SECONDS")]
     failover_timeout_secs: Option<f64>,
@@ -217,6 +221,7 @@ impl Settings {
             lease: seconds("lease_secs", self.lease_secs.unwrap_or(2.0))?,
             max_concurrent_requests: self.max_concurrent_requests.unwrap_or(1024),
             tenants_file: self.tenants,
+            browser_folder: self.browser_dir,
             failover_timeout: seconds("failover_timeout_secs", self.failover_timeout_secs.unwrap_or(60.0))?,
             slow_reader_timeout: seconds("slow_reader_timeout_secs", self.slow_reader_timeout_secs.unwrap_or(60.0))?,
             drain_timeout: seconds("drain_timeout_secs", self.drain_timeout_secs.unwrap_or(30.0))?,

@@ -84,6 +84,10 @@ pub struct Args {
     /// Tenants with their API keys and limits, TOML [default: no keys, no limits]
     #[arg(long, value_name = "FILE")]
     tenants: Option<PathBuf>,
+    /// Folder made by browser/build.sh: serve the page /browser, which computes in the visitor's browser, and to it the
+    /// model's file
+    #[arg(long, value_name = "FOLDER")]
+    browser_dir: Option<PathBuf>,
     /// API key of an administrator, to load the model where there are tenants
     #[arg(long, env = "LOCKSTEP_API_KEY", hide_env_values = true, value_name = "KEY")]
     api_key: Option<ApiKey>,
@@ -155,6 +159,7 @@ impl Args {
         arguments.extend(self.server_tls.arguments());
         arguments.extend(self.insecure.then(|| String::from("--insecure")));
         arguments.extend(self.tenants.as_ref().map(|path| format!("--tenants={}", path.display())));
+        arguments.extend(self.browser_dir.as_ref().map(|path| format!("--browser-dir={}", path.display())));
         arguments.extend(self.config.as_ref().map(|path| format!("--config={}", path.display())));
         arguments
     }
