@@ -83,6 +83,18 @@ if [ -z "$lavapipe" ] || ! ldconfig -p | grep -q 'libvulkan\.so\.1'; then
     lavapipe=$(ls /usr/share/vulkan/icd.d/lvp_icd.*.json | head -1)
 fi
 export VK_ICD_FILENAMES=$lavapipe
+# Another one, with subgroups of another size, comes with Chromium: SwiftShader.
+find_swiftshader() { ls {/usr/lib/chromium,/usr/lib/chromium-browser,/opt/google/chrome}/vk_swiftshader_icd.json 2>/dev/null | head -1; }
+LOCKSTEP_TEST_SWIFTSHADER=$(find_swiftshader || true)
+if [ -z "$LOCKSTEP_TEST_SWIFTSHADER" ]; then
+    command -v apt-get >/dev/null || fail "no vk_swiftshader_icd.json beside Chromium: install Debian's chromium-common"
+    say "SwiftShader through apt-get"
+    as_root=$([ "$(id -u)" = 0 ] || echo sudo)
+    $as_root apt-get -qq update
+    $as_root apt-get -qq install -y --no-install-recommends chromium-common >/dev/null || fail "cannot install chromium-common"
+    LOCKSTEP_TEST_SWIFTSHADER=$(find_swiftshader)
+fi
+export LOCKSTEP_TEST_SWIFTSHADER
 
 # The kernels of the GPU backends are compiled for all architectures, which needs the compiler but no GPU.
 features="lockstep-cli/cuda,lockstep-cli/etcd,lockstep-cli/webgpu"

@@ -149,10 +149,13 @@ fn main() {
     drop(device);
     let plain = GpuOptions { matrices: Matrices::None, ..GpuOptions::default() };
     let mut variants = vec![("f32".to_owned(), GpuOptions { use_f16: false, ..plain }), ("f16".to_owned(), plain)];
-    for (teams, keys) in [(4, 64), (4, 32), (8, 32)] {
+    for (teams, keys, is_turned) in
+        [(8, 32, true), (8, 32, false), (4, 64, true), (4, 64, false), (4, 32, true), (4, 32, false)]
+    {
         if let Some(edge) = edge {
-            let attention_shape = Some(MatrixShape { edge, teams, keys });
-            let name = format!("matrices, {teams} subgroups, {keys} keys");
+            let attention_shape = Some(MatrixShape { edge, teams, keys, is_turned });
+            let turned = if is_turned { ", values turned" } else { "" };
+            let name = format!("matrices, {teams} subgroups, {keys} keys{turned}");
             variants.push((name, GpuOptions { attention_shape, ..GpuOptions::default() }));
         }
     }

@@ -10,6 +10,15 @@ use crate::{
     ops::{Attention, Candidates, Epilogue, HostMatrix, RopeAndStore, RopeTable, SampleRow},
 };
 
+/// What a device can do, for reports.
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct Abilities {
+    /// What it can do beyond the least, by name.
+    pub features: Vec<String>,
+    /// Its limits, by name.
+    pub limits: Vec<(String, u64)>,
+}
+
 /// What a device is, for reports and for planning.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceInfo {
@@ -23,6 +32,8 @@ pub struct DeviceInfo {
     pub operations_per_second: f64,
     /// What joins it with other devices of its host, if they exchange values without their processes.
     pub peer_link: Option<PeerLink>,
+    /// What it can do.
+    pub abilities: Abilities,
 }
 
 /// Memory that operations take for the time of a step, beside tensors, weights and KV cache.

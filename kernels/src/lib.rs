@@ -20,6 +20,8 @@ pub mod cuda;
 pub mod device;
 pub mod error;
 pub mod group;
+#[cfg(any(feature = "cuda", all(feature = "webgpu", not(target_family = "wasm"))))]
+pub mod kernel_cache;
 pub mod ops;
 pub mod quant;
 pub mod reference;

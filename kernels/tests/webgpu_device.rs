@@ -7,7 +7,10 @@ mod blocks;
 mod steps;
 
 use lockstep_formats::Dtype;
-use lockstep_kernels::webgpu::gpu::{GpuOptions, Matrices};
+use lockstep_kernels::{
+    kernel_cache::KernelCache,
+    webgpu::gpu::{GpuOptions, Matrices},
+};
 use steps::{EIGHT_BIT_TOLERANCE, LAYERS, Model, batch, compare};
 
 fn exact() -> GpuOptions {
@@ -58,6 +61,35 @@ fn a_prepared_step_gives_the_bits_of_a_new_one() {
     for use_immediates in [true, false] {
         assert_eq!(run(&[5, 6, 7, 8, 3], use_immediates), run(&[3], !use_immediates));
     }
+}
+
+/// Pipelines are kept on disk where the adapter lets them be, by several starts at the same time; what is damaged there is
+/// made again.
+#[test]
+fn pipelines_are_kept_whatever_happens_to_their_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let step = || {
+        let device = adapter::open_with(exact());
+        device.gpu().use_cache(KernelCache::new(Some(folder.path().to_owned())));
+        let mut model = Model::new(device, false, Dtype::F16);
+        let tables: Vec<Vec<u32>> = vec![(0..10).collect()];
+        model.run(&batch(&[((0..9).collect(), 0)], &tables), true);
+        model.step(&batch(&[((0..9).collect(), 0)], &tables))
+    };
+    let files = || -> Vec<_> { std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path()).collect() };
+    let first = step();
+    let kept = files();
+    assert!(kept.len() == 1 && kept[0].extension().unwrap() == "pipelines", "{kept:?}");
+    std::thread::scope(|scope| {
+        let both = [0; 2].map(|_| scope.spawn(step));
+        for thread in both {
+            assert_eq!(thread.join().unwrap(), first);
+        }
+    });
+    std::fs::write(&kept[0], b"damaged").unwrap();
+    assert_eq!(step(), first);
+    assert_eq!(files(), kept);
+    assert!(std::fs::metadata(&kept[0]).unwrap().len() > 32);
 }
 
 #[test]

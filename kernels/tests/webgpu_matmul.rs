@@ -152,6 +152,15 @@ fn epilogues_and_stacks_agree_with_the_oracle() {
     }
 }
 
+#[test]
+fn products_agree_with_subgroups_of_four() {
+    adapter::run_with_subgroups_of_four(&[
+        "embeddings_are_the_dequantized_rows",
+        "layers_larger_than_a_binding_are_split",
+        "products_are_added_to_the_stream_over_all_ranks",
+    ]);
+}
+
 /// The shaders for tensor cores, with what stands in for these.
 #[test]
 fn products_of_matrices_agree_with_the_oracle() {

@@ -2,12 +2,13 @@
 // range of its keys. Softmax is taken online, so memory is linear in the keys.
 //
 // A workgroup takes one item (x) and GROUP query heads of one key/value head (y: the heads, in chunks of GROUP). For each
-// tile of THREADS keys a thread first makes the scores of one key, then weighs four elements of every value of its share.
+// tile of keys SPLIT neighbouring threads first make the scores of one key, then a thread weighs four elements of every value of
+// its share.
 // An item that has not all the keys of its tokens leaves sums, their weights and the largest score in `partial`, which
 // `attention_combine.wgsl` joins.
 //
-// Options: those of `attention`; THREADS (at least a quarter of the head), GROUP, TOKENS (of an item, at most), HALVES (with
-// NATIVE: products of queries and keys in f16, four of them summed).
+// Options: those of `attention`; THREADS (at least a quarter of the head), GROUP, TOKENS (of an item, at most), SPLIT (1, 2 or 4: a
+// subgroup has at least four threads), HALVES (with NATIVE: products of queries and keys in f16, four of them summed).
 
 #include attention
 #if QUANTIZE
@@ -16,6 +17,8 @@
 #endif
 
 const ROWS = GROUP * TOKENS;
+// Keys of a tile.
+const KEYS = THREADS / SPLIT;
 const NONE = 0xffffffffu;
 // Values are summed in so many shares of the keys.
 const SHARES = THREADS / GROUPS;
@@ -26,7 +29,7 @@ alias Query = vec4<f16>;
 alias Query = vec4<f32>;
 #endif
 var<workgroup> queries: array<Query, ROWS * GROUPS>;
-var<workgroup> weights: array<f32, ROWS * THREADS>;
+var<workgroup> weights: array<f32, ROWS * KEYS>;
 #if SUBGROUPS
 var<workgroup> maxima: array<f32, ROWS * THREADS / 4u>;
 #else
@@ -34,7 +37,7 @@ var<workgroup> maxima: array<f32, ROWS * THREADS>;
 #endif
 var<workgroup> sums: array<vec4<f32>, THREADS>;
 // Where the keys of the tile begin.
-var<workgroup> places: array<vec2<u32>, THREADS>;
+var<workgroup> places: array<vec2<u32>, KEYS>;
 
 @compute @workgroup_size(THREADS)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32,
@@ -77,14 +80,15 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     }
     let share = thread / GROUPS;
     let element_group = thread % GROUPS;
-    for (var tile = item.first_key; tile < item.end_key; tile += THREADS) {
-        let key = tile + thread;
+    let part = thread % SPLIT;
+    for (var tile = item.first_key; tile < item.end_key; tile += KEYS) {
+        let key = tile + thread / SPLIT;
         var scores: array<f32, ROWS>;
         for (var row = 0u; row < ROWS; row++) { scores[row] = 0.0; }
         if (key < item.end_key) {
             let at = key_at(item, heads.key_value_head, key);
-            places[thread] = at;
-            for (var i = 0u; i < GROUPS; i++) {
+            if (part == 0u) { places[thread / SPLIT] = at; }
+            for (var i = part; i < GROUPS; i += SPLIT) {
 #if HALVES
                 let elements = load_key(at.x + i, at.y);
 #else
@@ -92,6 +96,22 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
 #endif
                 for (var row = 0u; row < ROWS; row++) { scores[row] += f32(dot(elements, queries[row * GROUPS + i])); }
             }
+        }
+        if (SPLIT > 1u) {
+#if SUBGROUPS
+            for (var distance = 1u; distance < SPLIT; distance *= 2u) {
+                for (var row = 0u; row < ROWS; row++) { scores[row] += subgroupShuffleXor(scores[row], distance); }
+            }
+#else
+            for (var row = 0u; row < ROWS; row++) { maxima[thread * ROWS + row] = scores[row]; }
+            workgroupBarrier();
+            for (var row = 0u; row < ROWS; row++) {
+                var score = 0.0;
+                for (var i = 0u; i < SPLIT; i++) { score += maxima[(thread - part + i) * ROWS + row]; }
+                scores[row] = score;
+            }
+            workgroupBarrier();
+#endif
         }
         for (var row = 0u; row < ROWS; row++) {
             let is_seen = key < item.end_key && key <= item.position + row / GROUP;
@@ -126,17 +146,20 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
             weighted[row] *= correction;
             // A score that is not seen weighs nothing, even where no score is.
             let weight = select(0.0, exp(scores[row] - highest), scores[row] > LOWEST);
-            totals[row] = totals[row] * correction + weight;
-            weights[row * THREADS + thread] = weight;
+            totals[row] *= correction;
+            if (part == 0u) {
+                totals[row] += weight;
+                weights[row * KEYS + thread / SPLIT] = weight;
+            }
         }
         workgroupBarrier();
         if (share < SHARES) {
-            let num_keys = min(THREADS, item.end_key - tile);
+            let num_keys = min(KEYS, item.end_key - tile);
             for (var i = share; i < num_keys; i += SHARES) {
                 let at = places[i];
                 let elements = widen(load_value(at.x + element_group, at.y));
                 for (var row = 0u; row < ROWS; row++) {
-                    let weight = weights[row * THREADS + i];
+                    let weight = weights[row * KEYS + i];
                     // What a weight of 0 meets may be no number.
                     if (TOKENS == 1u || weight > 0.0) { weighted[row] += weight * elements; }
                 }

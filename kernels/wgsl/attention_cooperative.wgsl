@@ -4,12 +4,13 @@
 // GROUP): row `i` is head `i % GROUP` of token `i / GROUP`. For each tile of KEYS keys a subgroup makes the scores of its rows,
 // weighs them, and adds the weighted values to what it holds; keys and then values of the tile lie in workgroup memory.
 //
-// Weights are powers of two of how far a score is above `base`, the largest score of an earlier tile. What a subgroup holds can
-// be scaled only by way of memory, so a base stays until a score is THRESHOLD above it: weights of up to 2^8 are as exact.
+// Weights are powers of two of how far a score is above `base`, the largest score of an earlier tile. What a subgroup holds
+// cannot be scaled, so a base stays until a score is THRESHOLD above it (weights of up to 2^8 are as exact), and then what was
+// held is put down in `output`, scaled.
 //
 // Options: those of `attention` (16-bit caches) and of the matrices; TEAMS, GROUP, ROW_TILES (matrices along the rows of a
-// subgroup), KEY_TILES (along a tile of keys), HEAD_TILES (along a head), LANE_KEYS (keys of a tile that a thread weighs);
-// F16 and COOPERATIVE (directives), both 1.
+// subgroup), KEY_TILES (along a tile of keys), HEAD_TILES (along a head), LANE_KEYS (keys of a tile that a thread weighs),
+// TURNED (values lie in workgroup memory by columns); F16 and COOPERATIVE (directives), both 1.
 
 #include attention
 #include matrices
@@ -23,15 +24,22 @@ const ROWS = TEAMS * TEAM_ROWS;
 const KEYS = KEY_TILES * EDGE;
 // Threads that share a row of scores.
 const SHARERS = LANES / TEAM_ROWS;
-// Of rows in workgroup memory, 16 bytes longer than they need be so that banks differ: groups, numbers, groups.
+// Of what lies in workgroup memory, 16 bytes longer than need be so that banks differ: of keys or values, groups; of the scores
+// of a key for the rows of a subgroup, numbers; of weights for the keys of a tile, and of columns of values, groups.
 const TILE_STRIDE = GROUPS + 2u;
-const SCORE_STRIDE = KEYS + 4u;
+const SCORE_STRIDE = TEAM_ROWS + 4u;
 const WEIGHT_STRIDE = KEYS / 4u + 2u;
+const NOWHERE = 0xffffffffu;
 const LOG2_E = 1.4426950408889634;
 const THRESHOLD = 8.0;
 
+#if TURNED
+var<workgroup> tile: array<Half, max(KEYS * TILE_STRIDE, 4u * GROUPS * WEIGHT_STRIDE) * UNIT>;
+#else
 var<workgroup> tile: array<Half, KEYS * TILE_STRIDE * UNIT>;
-var<workgroup> scores: array<f32, ROWS * SCORE_STRIDE>;
+#endif
+// Of each subgroup, key by key.
+var<workgroup> scores: array<f32, TEAMS * KEYS * SCORE_STRIDE>;
 // Queries on their way to the subgroups, then weights.
 var<workgroup> weights: array<Half, ROWS * WEIGHT_STRIDE * UNIT>;
 // Of each row: one over the sum of its weights.
@@ -95,55 +103,83 @@ fn copy_keys(item: Item, head: u32, thread: u32, first: u32) {
     }
 }
 
+#if TURNED
+// Four keys and four columns at a time.
+fn copy_values(item: Item, head: u32, thread: u32, first: u32) {
+    for (var i = thread; i < KEYS / 4u * GROUPS; i += THREADS) {
+        let place = i / 32u;
+        let group = place % (GROUPS / 4u) * 4u + i % 4u;
+        let keys_at = place / (GROUPS / 4u) * 8u + i / 4u % 8u;
+        var elements: array<vec4<f16>, 4>;
+        for (var j = 0u; j < 4u; j++) {
+            let at = key_at(item, head, min(first + 4u * keys_at + j, item.end_key - 1u));
+            elements[j] = to_half(load_value(at.x + group, at.y));
+        }
+        for (var j = 0u; j < 4u; j++) {
+            let column = vec4<f16>(elements[0][j], elements[1][j], elements[2][j], elements[3][j]);
+            put_tile((4u * group + j) * WEIGHT_STRIDE + keys_at, column);
+        }
+    }
+}
+#else
 fn copy_values(item: Item, head: u32, thread: u32, first: u32) {
     for (var i = thread; i < KEYS * GROUPS; i += THREADS) {
         let at = key_at(item, head, min(first + i / GROUPS, item.end_key - 1u));
         put_tile(i / GROUPS * TILE_STRIDE + i % GROUPS, to_half(load_value(at.x + i % GROUPS, at.y)));
     }
 }
+#endif
 
-// KEYS columns of all rows from column `first` on, which lie in `scores`.
-fn store_output(item: Item, heads: Heads, thread: u32, first: u32) {
+// Where a row's score of a key is, or a column of what is held.
+fn score_at(row: u32, key: u32) -> u32 {
+    return (row / TEAM_ROWS * KEYS + key) * SCORE_STRIDE + row % TEAM_ROWS;
+}
+
+// Where a column of a row goes: all ones if the row is none.
+fn output_at(item: Item, heads: Heads, row: u32, column: u32) -> u32 {
+    let token = row / GROUP;
+    let head = heads.first + row % GROUP;
+    if (token >= item.num_tokens || head >= heads.end || column >= params.head_dim) { return NOWHERE; }
+    return ((item.row + token) * params.num_heads + head) * params.head_dim + column;
+}
+
+// Puts down KEYS columns of all rows from column `first` on, which lie in `scores`, with what was put down before, each row
+// times its factor.
+fn put_down(item: Item, heads: Heads, thread: u32, first: u32, is_first: bool) {
     for (var i = thread; i < ROWS * KEYS; i += THREADS) {
         let row = i / KEYS;
-        let column = first + i % KEYS;
-        let token = row / GROUP;
-        let head = heads.first + row % GROUP;
-        if (token < item.num_tokens && head < heads.end && column < params.head_dim) {
-            output[((item.row + token) * params.num_heads + head) * params.head_dim + column] =
-                scores[row * SCORE_STRIDE + i % KEYS] * factors[row];
+        let at = output_at(item, heads, row, first + i % KEYS);
+        if (at != NOWHERE) {
+            var value = scores[score_at(row, i % KEYS)];
+            if (!is_first) { value += output[at]; }
+            output[at] = value * factors[row];
         }
     }
-#if QUANTIZE
-    for (var i = thread; i < ROWS * KEYS / 32u; i += THREADS) {
-        let row = i / (KEYS / 32u);
-        let column = first + i % (KEYS / 32u) * 32u;
-        let token = row / GROUP;
-        let head = heads.first + row % GROUP;
-        if (token < item.num_tokens && head < heads.end && column < params.head_dim) {
-            let block = (((item.row + token) * params.num_heads + head) * params.head_dim + column) / 32u;
-            quantize_block(row * SCORE_STRIDE + i % (KEYS / 32u) * 32u, factors[row], block);
-        }
-    }
-#endif
 }
 
 #if QUANTIZE
-// With the same rounding as the host's.
-fn quantize_block(at: u32, factor: f32, block: u32) {
+// The 8-bit blocks of the same columns, from the output, with the same rounding as the host's.
+fn quantize_columns(item: Item, heads: Heads, thread: u32, first: u32) {
+    for (var i = thread; i < ROWS * KEYS / 32u; i += THREADS) {
+        let at = output_at(item, heads, i / (KEYS / 32u), first + i % (KEYS / 32u) * 32u);
+        if (at != NOWHERE) { quantize_block(at); }
+    }
+}
+
+fn quantize_block(at: u32) {
     var largest = 0.0;
-    for (var i = 0u; i < 32u; i++) { largest = max(largest, abs(scores[at + i] * factor)); }
+    for (var i = 0u; i < 32u; i++) { largest = max(largest, abs(output[at + i])); }
     var inverse = 0.0;
     if (largest > 0.0) { inverse = 127.0 / largest; }
     var sums = vec2<i32>(0, 0);
     for (var i = 0u; i < 8u; i++) {
         var group: vec4<f32>;
-        for (var j = 0u; j < 4u; j++) { group[j] = scores[at + 4u * i + j] * factor; }
+        for (var j = 0u; j < 4u; j++) { group[j] = output[at + 4u * i + j]; }
         let codes = vec4<i32>(round(group * inverse));
         sums[i / 4u] += codes.x + codes.y + codes.z + codes.w;
-        quants[8u * block + i] = pack4xI8(codes);
+        quants[at / 4u + i] = pack4xI8(codes);
     }
-    quant_scales[block] = vec2<u32>(bitcast<u32>(largest * (1.0 / 127.0)), pack_sums(sums));
+    quant_scales[at / 32u] = vec2<u32>(bitcast<u32>(largest * (1.0 / 127.0)), pack_sums(sums));
 }
 #endif
 
@@ -158,7 +194,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     let row = team_row + lane / SHARERS;
     let sharer = lane % SHARERS;
     let last_key = item.position + min(row / GROUP, item.num_tokens - 1u);
-    let scores_at = row * SCORE_STRIDE + sharer;
+    let scores_at = score_at(row, sharer);
+    let team_scores = team * KEYS * SCORE_STRIDE;
 
 #repeat i ROW_TILES
 #repeat j HEAD_TILES
@@ -177,8 +214,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         &weights[((team_row + $iu * EDGE) * WEIGHT_STRIDE + $ju % KEY_TILES * EDGE_GROUPS) * UNIT], WEIGHT_STRIDE * UNIT);
 #end
 #end
+    var zeros: Sums;
     var base = LOWEST;
     var total = 0.0;
+    // Whether nothing was put down.
+    var is_first = true;
     for (var first = item.first_key; first < item.end_key; first += KEYS) {
         copy_keys(item, heads.key_value_head, thread, first);
         if (thread == 0u) { is_raised = 0u; }
@@ -186,7 +226,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
 #repeat n KEY_TILES
         {
 #repeat i ROW_TILES
-            var sums_$i: Sums;
+            var sums_$i = zeros;
 #end
 #repeat j HEAD_TILES
             let keys_$j = coopLoad<Right>(
@@ -198,8 +238,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
 #repeat i ROW_TILES
             // The matrices are named before the stores: the translator loses operands that are not.
             let result_$i = sums_$i;
-            let result_at_$i = &scores[(team_row + $iu * EDGE) * SCORE_STRIDE + $nu * EDGE];
-            coopStoreT(result_$i, result_at_$i, SCORE_STRIDE);
+            let result_at_$i = &scores[team_scores + $nu * EDGE * SCORE_STRIDE + $iu * EDGE];
+            coopStore(result_$i, result_at_$i, SCORE_STRIDE);
 #end
         }
 #end
@@ -207,7 +247,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         copy_values(item, heads.key_value_head, thread, first);
         var highest = LOWEST;
 #repeat c LANE_KEYS
-        let score_$c = select(LOWEST, scores[scores_at + $cu * SHARERS], first + sharer + $cu * SHARERS <= last_key);
+        let score_$c = select(LOWEST, scores[scores_at + $cu * SHARERS * SCORE_STRIDE], first + sharer + $cu * SHARERS <= last_key);
         highest = max(highest, score_$c);
 #end
         if (SHARERS > 1u) { highest = max(highest, subgroupShuffleXor(highest, 1u)); }
@@ -227,20 +267,21 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         }
 #end
         if (workgroupUniformLoad(&is_raised) != 0u) {
+            if (sharer == 0u) { factors[row] = correction; }
 #repeat j HEAD_TILES
 #repeat i ROW_TILES
             let old_$i_$j = held_$i_$j;
-            let old_at_$i_$j = &scores[(team_row + $iu * EDGE) * SCORE_STRIDE];
-            coopStoreT(old_$i_$j, old_at_$i_$j, SCORE_STRIDE);
+            let old_at_$i_$j = &scores[team_scores + $ju % KEY_TILES * EDGE * SCORE_STRIDE + $iu * EDGE];
+            coopStore(old_$i_$j, old_at_$i_$j, SCORE_STRIDE);
+            held_$i_$j = zeros;
 #end
-            workgroupBarrier();
-            for (var i = sharer; i < EDGE; i += SHARERS) { scores[row * SCORE_STRIDE + i] *= correction; }
-            workgroupBarrier();
-#repeat i ROW_TILES
-            held_$i_$j = coopLoadT<Sums>(&scores[(team_row + $iu * EDGE) * SCORE_STRIDE], SCORE_STRIDE);
+            if ($ju % KEY_TILES == KEY_TILES - 1u || $ju == HEAD_TILES - 1u) {
+                workgroupBarrier();
+                put_down(item, heads, thread, $ju / KEY_TILES * KEYS, is_first);
+                workgroupBarrier();
+            }
 #end
-            workgroupBarrier();
-#end
+            is_first = false;
         }
 #repeat n KEY_TILES
         {
@@ -249,8 +290,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
                 &weights[((team_row + $iu * EDGE) * WEIGHT_STRIDE + $nu * EDGE_GROUPS) * UNIT], WEIGHT_STRIDE * UNIT);
 #end
 #repeat j HEAD_TILES
+#if TURNED
+            let values_$j = coopLoad<Right>(
+                &tile[($ju * EDGE * WEIGHT_STRIDE + $nu * EDGE_GROUPS) * UNIT], WEIGHT_STRIDE * UNIT);
+#else
             let values_$j = coopLoadT<Right>(
                 &tile[($nu * EDGE * TILE_STRIDE + $ju * EDGE_GROUPS) * UNIT], TILE_STRIDE * UNIT);
+#endif
 #repeat i ROW_TILES
             held_$i_$j = coopMultiplyAdd(weights_$i, values_$j, held_$i_$j);
 #end
@@ -264,13 +310,17 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
 #repeat j HEAD_TILES
 #repeat i ROW_TILES
     let result_$i_$j = held_$i_$j;
-    let result_at_$i_$j = &scores[(team_row + $iu * EDGE) * SCORE_STRIDE + $ju % KEY_TILES * EDGE];
-    coopStoreT(result_$i_$j, result_at_$i_$j, SCORE_STRIDE);
+    let result_at_$i_$j = &scores[team_scores + $ju % KEY_TILES * EDGE * SCORE_STRIDE + $iu * EDGE];
+    coopStore(result_$i_$j, result_at_$i_$j, SCORE_STRIDE);
 #end
     if ($ju % KEY_TILES == KEY_TILES - 1u || $ju == HEAD_TILES - 1u) {
         workgroupBarrier();
-        store_output(item, heads, thread, $ju / KEY_TILES * KEYS);
+        put_down(item, heads, thread, $ju / KEY_TILES * KEYS, is_first);
         workgroupBarrier();
+#if QUANTIZE
+        storageBarrier();
+        quantize_columns(item, heads, thread, $ju / KEY_TILES * KEYS);
+#endif
     }
 #end
 }

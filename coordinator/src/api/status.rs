@@ -47,8 +47,8 @@ fn num_requests(record: &WorkerRecord, models: &ModelTable) -> u64 {
 }
 
 fn device_status(device: &v1::WorkerDevice) -> v1::DeviceStatus {
-    let (name, reason) = (device.name.clone(), device.reason.clone());
-    v1::DeviceStatus { name, reason, memory_bytes: device.memory_bytes }
+    let v1::WorkerDevice { name, reason, memory_bytes, features, limits, .. } = device.clone();
+    v1::DeviceStatus { name, reason, memory_bytes, features, limits }
 }
 
 fn model_status(model: &ServedModel, live: &Workers) -> v1::ModelStatus {
@@ -128,10 +128,14 @@ fn rank_report(replica: &Replica, rank: &RankPlan, live: &Workers) -> Option<v1:
 /// The same as JSON, with the names of the wire contract.
 pub fn to_json(cluster: &v1::GetClusterResponse) -> Value {
     let workers = cluster.workers.iter().map(|worker| {
-        let devices = worker
-            .devices
-            .iter()
-            .map(|device| json!({"name": device.name, "memory_bytes": device.memory_bytes, "reason": device.reason}));
+        let devices = worker.devices.iter().map(|device| {
+            let limits: serde_json::Map<_, _> =
+                device.limits.iter().map(|limit| (limit.name.clone(), limit.value.into())).collect();
+            json!({
+                "name": device.name, "memory_bytes": device.memory_bytes, "reason": device.reason,
+                "features": device.features, "limits": limits,
+            })
+        });
         json!({
             "worker_id": worker.worker_id, "address": worker.address, "host": worker.host,
             "devices": devices.collect::<Vec<_>>(), "draining": worker.draining,

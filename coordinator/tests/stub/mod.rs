@@ -402,11 +402,9 @@ impl StubWorker {
                 name: "cpu".into(),
                 reason: "stub".into(),
                 memory_bytes: 1 << 30,
-                host_memory_bytes: 0,
                 memory_bytes_per_second: 1e10,
                 operations_per_second: 1e11,
-                dtype: String::new(),
-                peer_link: String::new(),
+                ..Default::default()
             }],
             version: "0".into(),
             http_address: HTTP_ADDRESS.into(),

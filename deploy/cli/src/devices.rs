@@ -1,20 +1,22 @@
 //! `--device` and `--dtype` of the commands that run ranks or start workers.
-//! Not here: the same two settings of `worker`, which come from its settings file too.
+//! Not here: how a worker makes ranks of them.
 
 use lockstep_sharding::Dtype;
 use lockstep_worker::devices::DeviceSelection;
+use serde::{Deserialize, Serialize};
 
 use crate::UsageError;
 
 /// Which devices, and what they hold.
-#[derive(Clone, Debug, Default, clap::Args)]
+#[derive(Clone, Debug, Default, clap::Args, Deserialize, Serialize)]
 pub struct DeviceArgs {
-    /// Devices of the ranks: auto (GPUs if there are enough that CUDA, Metal, Vulkan or DX12 reach, else the processor),
-    /// cpu, webgpu:auto, or names such as cuda:0,cuda:1, vulkan:0, metal:0 [default: auto]
+    /// Devices, one for each rank: auto (GPUs that CUDA, else Metal, Vulkan or DX12 reach, if there are enough for the ranks
+    /// that are asked for, else the processor), cpu, webgpu:auto, or names such as cuda:0,cuda:1, vulkan:0, metal:0 [default:
+    /// auto]
     #[arg(long, env = "LOCKSTEP_DEVICE", value_name = "DEVICES")]
     pub device: Option<String>,
     /// Type in which keys and values are held and attention multiplies: auto (bf16 for BF16 checkpoints, else f16), f16,
-    /// bf16, or, on the processor, f32 [default: auto]
+    /// bf16, or, on the processor, f32. Sums are f32 with each; weights keep the types of the file [default: auto]
     #[arg(long, env = "LOCKSTEP_DTYPE", value_name = "TYPE")]
     pub dtype: Option<String>,
 }

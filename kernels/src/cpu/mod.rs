@@ -31,7 +31,7 @@ pub use team::{SharedSlice, Team};
 use self::matmul::MatmulContext;
 use crate::{
     Device, KernelError,
-    device::{DeviceInfo, KvCacheSpec},
+    device::{Abilities, DeviceInfo, KvCacheSpec},
     group::{Collective, NoCommunicator, Sum},
     ops::{Attention, Candidates, Epilogue, HostMatrix, RopeAndStore, RopeTable, SampleRow},
 };
@@ -74,6 +74,7 @@ impl CpuDevice {
             memory_bytes_per_second: info::measure_read_bandwidth(&self.team),
             operations_per_second: info::measure_matmul_rate(self)?,
             peer_link: None,
+            abilities: Abilities::default(),
         })
     }
 }

@@ -11,11 +11,13 @@ use cudarc::nvrtc::{
 use sha2::{Digest, Sha256};
 
 use super::{
-    kernel_cache::{KernelCache, Key},
     probe::nvrtc_version,
     sources::{HEADERS, Source},
 };
-use crate::KernelError;
+use crate::{
+    KernelError,
+    kernel_cache::{KernelCache, Key, Kind},
+};
 
 /// Options of every compilation.
 const OPTIONS: [&str; 1] = ["--std=c++17"];
@@ -68,7 +70,7 @@ impl Compiler {
     /// [`KernelError::Device`] with the compiler's log.
     pub fn cubin(&self, source: &Source, architecture: &str, options: &[String]) -> Result<Vec<u8>, KernelError> {
         let key = self.key(source, architecture, options);
-        if let Some(cubin) = self.cache.load(&key) {
+        if let Some(cubin) = self.cache.load(Kind::Cubin, &key) {
             return Ok(cubin);
         }
         let start = std::time::Instant::now();
@@ -80,7 +82,7 @@ impl Compiler {
             elapsed_ms = start.elapsed().as_millis() as u64,
             "compiled kernels"
         );
-        self.cache.store(&key, &cubin);
+        self.cache.store(Kind::Cubin, &key, &cubin);
         Ok(cubin)
     }
 

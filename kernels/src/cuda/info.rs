@@ -12,7 +12,11 @@ use super::{
     matmul::{CudaLinear, Matmul, MatmulCall, Target},
     probe,
 };
-use crate::{KernelError, device::DeviceInfo, ops::HostMatrix};
+use crate::{
+    KernelError,
+    device::{Abilities, DeviceInfo},
+    ops::HostMatrix,
+};
 
 /// Memory that is left to the driver, to libraries and to scratch.
 const RESERVED_BYTES: u64 = 1 << 30;
@@ -29,6 +33,19 @@ impl Gpu {
         let (major, minor) = limits.compute_capability;
         let (ordinal, name) = (self.ordinal(), &limits.name);
         format!("cuda:{ordinal} {name} (sm_{major}{minor}, {} multiprocessors)", limits.num_multiprocessors)
+    }
+
+    /// Its architecture, and the limits that kernels meet.
+    pub fn abilities(&self) -> Abilities {
+        let limits = self.limits();
+        let (major, minor) = limits.compute_capability;
+        Abilities {
+            features: vec![format!("sm_{major}{minor}")],
+            limits: vec![
+                ("multiprocessors".to_owned(), u64::from(limits.num_multiprocessors)),
+                ("bytes of shared memory of a block".to_owned(), u64::from(limits.max_shared_bytes)),
+            ],
+        }
     }
 
     /// Refuses a GPU whose memory is taken by others.
@@ -53,6 +70,7 @@ impl Gpu {
             memory_bytes_per_second: measure_bandwidth(self)?,
             operations_per_second: measure_matmul_rate(self)?,
             peer_link: probe::peer_link(self.ordinal())?,
+            abilities: self.abilities(),
         })
     }
 }

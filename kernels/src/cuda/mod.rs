@@ -5,7 +5,7 @@
 //! Not here: what the operations mean (`ops`). The device code is in `kernels/cuda/*.cu`.
 //!
 //! - [`probe`]: which libraries and GPUs are there. [`context`]: an opened GPU: its stream, its limits, its kernels.
-//! - [`sources`]: the embedded device code. [`compiler`]: NVRTC, from source to cubin. [`kernel_cache`]: cubins on disk.
+//! - [`sources`]: the embedded device code. [`compiler`]: NVRTC, from source to cubin. [`KernelCache`]: cubins on disk.
 //! - [`memory`]: plain device memory and pinned host memory. [`pool`]: scratch of operations.
 //! - [`activations`]: what norms, attention and SwiGLU hand to matmuls.
 //! - [`rms_norm`] and so on: one operation a file, as in `ops`. Each has a call, which holds all that decides the launch
@@ -30,7 +30,6 @@ pub mod gather_rows;
 pub mod graph;
 mod info;
 pub mod inputs;
-pub mod kernel_cache;
 pub mod kv_cache;
 pub mod launch;
 pub mod matmul;
@@ -48,13 +47,13 @@ mod step;
 mod tensor;
 mod wait;
 
+pub use crate::kernel_cache::KernelCache;
 pub use activations::{Activations, Forms, HalfType};
 pub use communicator::{CollectiveCall, CudaCommunicator};
 pub use context::Gpu;
 pub use device::CudaDevice;
 pub use graph::Graph;
 pub use inputs::{InputSlice, StepInputs};
-pub use kernel_cache::KernelCache;
 pub use kv_cache::{CudaKvCache, HostKvLayer};
 pub use launch::{Argument, Kernel, Launch};
 pub use memory::{DeviceBuffer, DevicePointer, PinnedBuffer, PinnedFlag};

@@ -10,6 +10,7 @@ use wgpu::{Adapter, Backends, DeviceType, Features, Instance, InstanceDescriptor
 use crate::{
     KernelError,
     adapter_id::{AdapterId, Backend},
+    device::Abilities,
 };
 
 fn backends(backend: Backend) -> Backends {
@@ -33,10 +34,8 @@ pub struct FoundAdapter {
     pub is_software: bool,
     /// Memory that it may use, as far as the system tells.
     pub memory_bytes: u64,
-    /// What it can do beyond the least, by name.
-    pub features: Vec<&'static str>,
-    /// Its limits, by name.
-    pub limits: Vec<(&'static str, u64)>,
+    /// What it can do.
+    pub abilities: Abilities,
 }
 
 /// Drivers are not made to be asked by several threads at the same time.
@@ -90,21 +89,31 @@ pub fn list() -> Vec<FoundAdapter> {
 }
 
 fn describe(id: AdapterId, adapter: &Adapter) -> FoundAdapter {
-    let (info, limits, features) = (adapter.get_info(), adapter.limits(), adapter.features());
+    let info = adapter.get_info();
     FoundAdapter {
         id,
         name: info.name,
         driver: format!("{} {}", info.driver, info.driver_info).trim().to_owned(),
         is_software: is_software(adapter),
         memory_bytes: super::info::memory_bytes(adapter),
-        features: FEATURES.iter().filter(|(feature, _)| features.contains(*feature)).map(|(_, name)| *name).collect(),
-        limits: vec![
-            ("bytes of a binding", limits.max_storage_buffer_binding_size),
-            ("bytes of a buffer", limits.max_buffer_size),
-            ("bytes of workgroup memory", u64::from(limits.max_compute_workgroup_storage_size)),
-            ("threads of a workgroup", u64::from(limits.max_compute_invocations_per_workgroup)),
-            ("least threads of a subgroup", u64::from(info.subgroup_min_size)),
-            ("most threads of a subgroup", u64::from(info.subgroup_max_size)),
-        ],
+        abilities: abilities(adapter),
+    }
+}
+
+/// What an adapter can do.
+pub(super) fn abilities(adapter: &Adapter) -> Abilities {
+    let (info, limits, features) = (adapter.get_info(), adapter.limits(), adapter.features());
+    let there = FEATURES.iter().filter(|(feature, _)| features.contains(*feature));
+    let limits = [
+        ("bytes of a binding", limits.max_storage_buffer_binding_size),
+        ("bytes of a buffer", limits.max_buffer_size),
+        ("bytes of workgroup memory", u64::from(limits.max_compute_workgroup_storage_size)),
+        ("threads of a workgroup", u64::from(limits.max_compute_invocations_per_workgroup)),
+        ("least threads of a subgroup", u64::from(info.subgroup_min_size)),
+        ("most threads of a subgroup", u64::from(info.subgroup_max_size)),
+    ];
+    Abilities {
+        features: there.map(|(_, name)| (*name).to_owned()).collect(),
+        limits: limits.map(|(name, value)| (name.to_owned(), value)).into(),
     }
 }

@@ -1,7 +1,10 @@
 //! Paged flash attention on WebGPU. Device code: `wgsl/attention.wgsl`, `attention_cooperative.wgsl`, `attention_combine.wgsl`.
 //! For: [`WebGpuDevice`](super::WebGpuDevice).
-//! Invariant: how a token's keys are cut into ranges depends on its position alone. Whether its prompt is multiplied by tensor
-//! cores depends on the adapter, the cache and the head.
+//! Invariant: how a token's keys are cut into ranges depends on its position alone.
+//!
+//! Tensor cores multiply prompts only where [`GpuOptions::attention_shape`](super::gpu::GpuOptions) asks for them, which no
+//! model does: with the matrices of an H200 the results were wrong, with what stands in for them right. The translator
+//! declares Vulkan's memory model for such shaders, and marks neither their accesses nor their barriers as that model wants.
 
 use lockstep_formats::Dtype;
 
@@ -23,8 +26,9 @@ pub static COOPERATIVE: Source =
 pub static COMBINE: Source =
     Source { name: "attention_combine.wgsl", text: include_str!("../../wgsl/attention_combine.wgsl") };
 
-/// Threads of a workgroup, and keys of a tile: a quarter of the largest head.
-const THREADS: u32 = 128;
+/// Keys of a tile, and threads of a workgroup that takes one each: one at least has a group of four elements of the largest
+/// head.
+const KEYS: u32 = 128;
 /// Keys of a range.
 const RANGE_KEYS: usize = 128;
 /// Tokens of a prompt that share an item, without tensor cores.
@@ -72,18 +76,19 @@ pub struct MatrixShape {
     pub teams: u32,
     /// Keys of a tile.
     pub keys: u32,
+    /// Whether values lie in workgroup memory by columns.
+    pub is_turned: bool,
 }
 
 impl MatrixShape {
     /// Rows of a subgroup.
     const TEAM_ROWS: u32 = 16;
-    /// What was fastest on an H200, and what Metal's workgroup memory holds.
-    pub const ALL: [Self; 2] = [Self { edge: 16, teams: 4, keys: 64 }, Self { edge: 8, teams: 4, keys: 32 }];
-
-    /// The shape for matrices of an edge.
-    fn of(edge: u32) -> Option<Self> {
-        Self::ALL.into_iter().find(|shape| shape.edge == edge)
-    }
+    /// The fastest on an H200, and one that Metal's workgroup memory holds.
+    pub const ALL: [Self; 3] = [
+        Self { edge: 16, teams: 8, keys: 32, is_turned: true },
+        Self { edge: 16, teams: 8, keys: 32, is_turned: false },
+        Self { edge: 8, teams: 4, keys: 32, is_turned: false },
+    ];
 
     fn rows(self) -> usize {
         (self.teams * Self::TEAM_ROWS) as usize
@@ -109,7 +114,7 @@ pub enum Work {
 impl Work {
     /// How the prompts of a call are computed.
     fn of_prompts(gpu: &Gpu, call: &Attention<'_>, cache: &WebGpuKvCache) -> Self {
-        let shape = gpu.options().attention_shape.or_else(|| MatrixShape::of(gpu.matrix_edge()?));
+        let shape = gpu.options().attention_shape;
         let fits = gpu.matrix_edge().is_some() && has_matrices(cache.dtype(), call.head_dim);
         shape.filter(|_| fits).map_or(Self::Prefill, Self::Matrices)
     }
@@ -162,12 +167,14 @@ pub struct Variant {
     pub make_blocks: bool,
     /// Whether the adapter computes with f16.
     pub has_f16: bool,
+    /// Threads that share a key of one token: 1, 2 or 4.
+    pub split: u32,
 }
 
 impl Variant {
     /// The source and its options for a cache.
     pub fn of_cache(self, dtype: Dtype, is_parted: bool) -> (&'static Source, Options) {
-        let Self { head_dim, block_size, group_size, work, make_blocks, has_f16 } = self;
+        let Self { head_dim, block_size, group_size, work, make_blocks, has_f16, split } = self;
         let mut options = kv_cache::options(dtype, is_parted).to_vec();
         let is_native = u32::from(has_f16 && dtype == Dtype::F16);
         options.extend([
@@ -179,7 +186,7 @@ impl Variant {
             ("GROUP", work.query_heads(head_dim, group_size) as u32),
         ]);
         match work {
-            Work::Matrices(MatrixShape { edge, teams, keys }) => options.extend([
+            Work::Matrices(MatrixShape { edge, teams, keys, is_turned }) => options.extend([
                 ("F16", 1),
                 ("COOPERATIVE", 1),
                 ("SMALL", u32::from(edge == 8)),
@@ -187,12 +194,14 @@ impl Variant {
                 ("ROW_TILES", MatrixShape::TEAM_ROWS / edge),
                 ("KEY_TILES", keys / edge),
                 ("HEAD_TILES", head_dim as u32 / edge),
+                ("TURNED", u32::from(is_turned)),
                 ("LANE_KEYS", keys * MatrixShape::TEAM_ROWS / 32),
             ]),
             Work::Decode | Work::Prefill => options.extend([
                 ("F16", is_native),
-                ("THREADS", THREADS),
+                ("THREADS", KEYS * if work == Work::Decode { split } else { 1 }),
                 ("TOKENS", work.tokens(head_dim, group_size) as u32),
+                ("SPLIT", if work == Work::Decode { split } else { 1 }),
                 // Where a cache's elements are multiplied as they are.
                 ("HALVES", is_native * u32::from(work == Work::Prefill)),
             ]),
@@ -203,7 +212,7 @@ impl Variant {
 
 /// Options of `attention_combine.wgsl` for heads of so many groups of four elements.
 pub fn combine_options(head_groups: usize, make_blocks: bool) -> Options {
-    vec![("THREADS", THREADS), ("GROUPS", head_groups as u32), ("QUANTIZE", u32::from(make_blocks))]
+    vec![("THREADS", KEYS), ("GROUPS", head_groups as u32), ("QUANTIZE", u32::from(make_blocks))]
 }
 
 /// Sends what is to be done.
@@ -283,7 +292,8 @@ pub(super) fn push(
     for (items, work) in staged.items.iter().zip(staged.work) {
         let Some((items, num_items)) = items else { continue };
         let (block_size, has_f16) = (cache.spec().block_size, commands.gpu().has_f16());
-        let variant = Variant { head_dim, block_size, group_size, work, make_blocks, has_f16 };
+        let split = commands.gpu().options().attention_split;
+        let variant = Variant { head_dim, block_size, group_size, work, make_blocks, has_f16, split };
         let (source, options) = variant.of_cache(cache.dtype(), cache.is_parted());
         let pipeline = commands.gpu().pipeline(source, &options)?;
         let mut cached = cache.layer(call.layer);

@@ -51,13 +51,15 @@ struct Staged {
 }
 
 impl WebGpuDevice {
-    /// Opens an adapter.
+    /// Opens an adapter, whose pipelines come from `cache` as far as they are there.
     ///
     /// # Errors
     /// [`KernelError`] if there is none of that name, or it lacks what is needed.
     #[cfg(not(target_family = "wasm"))]
-    pub fn new(id: AdapterId) -> Result<Self, KernelError> {
-        Self::with_options(id, Default::default())
+    pub fn new(id: AdapterId, cache: crate::kernel_cache::KernelCache) -> Result<Self, KernelError> {
+        let device = Self::with_options(id, Default::default())?;
+        device.gpu().use_cache(cache);
+        Ok(device)
     }
 
     /// Opens an adapter and uses of it what the options allow.
@@ -222,6 +224,8 @@ impl Device for WebGpuDevice {
         self.commands.rehearse(true);
         let outcome = body(self);
         self.commands.rehearse(false);
+        #[cfg(not(target_family = "wasm"))]
+        self.gpu().store_pipelines();
         outcome
     }
 

@@ -4,6 +4,7 @@
 
 use super::{
     commands::{Binding, Commands},
+    gpu::Gpu,
     source::Source,
     tensor::{Blocks, WebGpuTensor},
 };
@@ -17,8 +18,8 @@ pub static GATHER_ROWS: Source = Source { name: "gather_rows.wgsl", text: includ
 
 /// Threads of a workgroup where one thread makes one value or block.
 pub const THREADS: u32 = 128;
-/// Threads that share a row of a norm.
-pub const NORM_THREADS: u32 = 256;
+/// Threads that share a row of a norm: every adapter has the first.
+pub const NORM_THREADS: [u32; 3] = [256, 512, 1024];
 /// Most workgroups in a row of a grid.
 const GRID_WIDTH: usize = 32768;
 
@@ -44,6 +45,13 @@ pub fn blocks(commands: &mut Commands, num_tokens: usize, input: &WebGpuTensor) 
     Ok(blocks)
 }
 
+/// As many as take the row at once, each four values, if the adapter has them.
+fn norm_threads(gpu: &Gpu, width: usize) -> u32 {
+    let most = gpu.limits().max_compute_invocations_per_workgroup.min(gpu.options().norm_threads);
+    let fits = |threads: &&u32| **threads <= most && **threads as usize <= width / 4;
+    NORM_THREADS.iter().rev().find(fits).copied().unwrap_or(NORM_THREADS[0])
+}
+
 pub fn rms_norm(
     commands: &mut Commands,
     num_tokens: usize,
@@ -55,7 +63,7 @@ pub fn rms_norm(
     let values = output.overwrite();
     let mut bindings = vec![input.values(), weight.values(), values];
     let blocks = output.overwrite_blocks(num_tokens);
-    let options = [("THREADS", NORM_THREADS), ("QUANTIZE", u32::from(blocks.is_some()))];
+    let options = [("THREADS", norm_threads(commands.gpu(), input.width())), ("QUANTIZE", u32::from(blocks.is_some()))];
     bindings.extend(blocks.into_iter().flat_map(|blocks| [blocks.quants, blocks.scales]));
     let pipeline = commands.gpu().pipeline(&RMS_NORM, &options)?;
     commands.dispatch(&pipeline, bindings, &[input.width() as u32, epsilon.to_bits()], [num_tokens, 1, 1])

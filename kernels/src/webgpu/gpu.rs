@@ -16,13 +16,17 @@ use wgpu::{
     ShaderModuleDescriptor, ShaderRuntimeChecks, ShaderSource, ShaderStages,
 };
 
+#[cfg(not(target_family = "wasm"))]
+use super::kept_pipelines::KeptPipelines;
 use super::{
     attention::MatrixShape,
     matmul::Shape,
     parameters,
-    source::{self, Options, Source},
+    source::{self, Source},
 };
 use crate::KernelError;
+#[cfg(not(target_family = "wasm"))]
+use crate::kernel_cache::KernelCache;
 
 /// Longest wait for a GPU; a step takes seconds at worst.
 const TIMEOUT: Duration = Duration::from_secs(120);
@@ -52,8 +56,12 @@ pub struct GpuOptions {
     pub use_f16: bool,
     /// Tensor cores.
     pub matrices: Matrices,
-    /// Shape of attention by tensor cores; `None`: what suits them.
+    /// Shape of attention by tensor cores; `None`: it does without.
     pub attention_shape: Option<MatrixShape>,
+    /// Threads that share a key where one token attends: 1, 2 or 4.
+    pub attention_split: u32,
+    /// Most threads that share a row of a norm.
+    pub norm_threads: u32,
     /// Parameters as immediates, where the adapter has them; else they are uniforms.
     pub use_immediates: bool,
     /// No binding of weights or of a KV cache is larger, whatever the adapter allows.
@@ -67,11 +75,16 @@ impl Default for GpuOptions {
             use_f16: true,
             matrices: Matrices::OfAdapter,
             attention_shape: None,
+            attention_split: 1,
+            norm_threads: 512,
             use_immediates: true,
             max_binding_bytes: u64::MAX,
         }
     }
 }
+
+/// A source and the values of its options, whose names and order are the source's.
+type PipelineKey = (&'static str, Vec<u32>);
 
 /// An opened GPU.
 #[derive(Debug)]
@@ -88,7 +101,9 @@ pub struct Gpu {
     /// Of the parameters, if they are uniforms.
     parameter_layout: Option<BindGroupLayout>,
     matvec_shape: Mutex<Option<Shape>>,
-    pipelines: Mutex<HashMap<(&'static str, Options), Pipeline, RandomState>>,
+    pipelines: Mutex<HashMap<PipelineKey, Pipeline, RandomState>>,
+    #[cfg(not(target_family = "wasm"))]
+    kept: std::sync::OnceLock<KeptPipelines>,
     failure: Arc<Mutex<Option<String>>>,
 }
 
@@ -117,7 +132,7 @@ impl Gpu {
         // A browser keeps both to itself.
         let driver = if info.driver.is_empty() { String::new() } else { format!(" ({})", info.driver) };
         let name = format!("{id} {}{driver}", info.name).trim_end().to_owned();
-        let mut wanted = Features::TIMESTAMP_QUERY;
+        let mut wanted = Features::TIMESTAMP_QUERY | Features::PIPELINE_CACHE;
         if options.use_immediates {
             wanted |= Features::IMMEDIATES;
         }
@@ -175,6 +190,8 @@ impl Gpu {
             parameter_layout,
             matvec_shape: Mutex::new(is_narrow.then_some(Shape::NARROW)),
             pipelines,
+            #[cfg(not(target_family = "wasm"))]
+            kept: std::sync::OnceLock::new(),
             failure,
         };
         Ok(Arc::new(gpu))
@@ -289,21 +306,27 @@ impl Gpu {
         waited.map(drop).map_err(|error| self.error(format!("waiting for it: {error}")))
     }
 
-    /// The pipeline of a variant, compiled at its first use.
+    /// The pipeline of a variant, compiled at its first use. The options of a source always come in the same order.
     ///
     /// # Errors
     /// [`KernelError::Device`] if the driver refuses it.
     pub fn pipeline(&self, source: &'static Source, options: &[(&'static str, u32)]) -> Result<Pipeline, KernelError> {
-        let mut options = options.to_vec();
-        options.push(("SUBGROUPS", u32::from(self.has_subgroups())));
-        options.push(("IMMEDIATES", u32::from(self.parameter_layout.is_none())));
-        let key = (source.name, options);
+        let key = (source.name, options.iter().map(|(_, value)| *value).collect());
         if let Some(known) = lock(&self.pipelines).get(&key) {
             return Ok(known.clone());
         }
-        let mut text = source.variant(&key.1).map_err(|what| self.error(format!("{} {what}", source.name)))?;
+        let pipeline = self.compile(source, options)?;
+        lock(&self.pipelines).insert(key, pipeline.clone());
+        Ok(pipeline)
+    }
+
+    fn compile(&self, source: &'static Source, options: &[(&'static str, u32)]) -> Result<Pipeline, KernelError> {
+        let mut options = options.to_vec();
+        options.push(("SUBGROUPS", u32::from(self.has_subgroups())));
+        options.push(("IMMEDIATES", u32::from(self.parameter_layout.is_none())));
+        let mut text = source.variant(&options).map_err(|what| self.error(format!("{} {what}", source.name)))?;
         if let Matrices::StandIn(_, rewrite) = self.options.matrices
-            && key.1.contains(&("COOPERATIVE", 1))
+            && options.contains(&("COOPERATIVE", 1))
         {
             text = rewrite(&text);
         }
@@ -325,13 +348,16 @@ impl Gpu {
             module: &module,
             entry_point: Some("main"),
             compilation_options: PipelineCompilationOptions { constants: &[], zero_initialize_workgroup_memory: false },
-            cache: None,
+            cache: self.pipeline_cache(),
         });
         self.check()?;
         let bindings = bindings.into_iter().map(|(number, _)| number).collect();
-        let pipeline = Pipeline { pipeline, layout, bindings, name: source.name };
-        lock(&self.pipelines).insert(key, pipeline.clone());
-        Ok(pipeline)
+        Ok(Pipeline { pipeline, layout, bindings, name: source.name })
+    }
+
+    #[cfg(target_family = "wasm")]
+    fn pipeline_cache(&self) -> Option<&wgpu::PipelineCache> {
+        None
     }
 
     fn layout(&self, name: &str, bindings: &[(u32, bool)]) -> BindGroupLayout {
@@ -347,6 +373,35 @@ impl Gpu {
         };
         let entries: Vec<_> = bindings.iter().map(entry).collect();
         self.device.create_bind_group_layout(&BindGroupLayoutDescriptor { label: Some(name), entries: &entries })
+    }
+}
+
+#[cfg(not(target_family = "wasm"))]
+impl Gpu {
+    /// Takes pipelines from `cache` that earlier starts have left there, and leaves there what is compiled from now on.
+    pub fn use_cache(&self, cache: KernelCache) {
+        if let Some(kept) = KeptPipelines::load(&self.device, &self.adapter.get_info(), cache) {
+            // What is there already stays.
+            let _ = self.kept.set(kept);
+        }
+    }
+
+    /// Leaves what was compiled so far to the next start.
+    pub fn store_pipelines(&self) {
+        if let Some(kept) = self.kept.get() {
+            kept.store();
+        }
+    }
+
+    fn pipeline_cache(&self) -> Option<&wgpu::PipelineCache> {
+        self.kept.get().map(KeptPipelines::for_pipeline)
+    }
+}
+
+#[cfg(not(target_family = "wasm"))]
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        self.store_pipelines();
     }
 }
 

@@ -69,6 +69,7 @@ impl WebGpuDevice {
         let gpu: &Arc<Gpu> = self.gpu();
         let is_software = adapter::is_software(&gpu.adapter);
         let memory_bytes = memory_bytes(&gpu.adapter);
+        let abilities = adapter::abilities(&gpu.adapter);
         let memory_bytes = if is_software { memory_bytes } else { memory_bytes.saturating_sub(RESERVED_BYTES) };
         let (rows, columns) = PROBE[usize::from(is_software)];
         let ggml_type = GgmlType::Q8_0;
@@ -95,6 +96,7 @@ impl WebGpuDevice {
             memory_bytes_per_second: num_bytes as f64 / one,
             operations_per_second: operations / many,
             peer_link: None,
+            abilities,
         })
     }
 }

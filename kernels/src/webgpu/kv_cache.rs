@@ -26,6 +26,8 @@ pub struct WebGpuKvCache {
 
 /// Parts of a layer that is too large for one.
 const PARTS: usize = 4;
+/// Buffers that attention over such a layer binds.
+const PARTED_BUFFERS: u32 = 15;
 
 impl WebGpuKvCache {
     /// A zeroed cache.
@@ -53,6 +55,14 @@ impl WebGpuKvCache {
             .ok_or_else(too_large)?;
         let most_blocks = gpu.max_binding_bytes() / block_bytes as u64;
         let num_parts = if spec.num_blocks as u64 <= most_blocks { 1 } else { PARTS };
+        let num_buffers = gpu.limits().max_storage_buffers_per_shader_stage;
+        if num_parts > 1 && num_buffers < PARTED_BUFFERS {
+            let limit = gpu.max_binding_bytes();
+            return Err(gpu.error(format!(
+                "the keys of a layer of {spec:?} are larger than a binding of {limit} bytes, and a shader has \
+                 {num_buffers} buffers, where several bindings need {PARTED_BUFFERS}"
+            )));
+        }
         let part_blocks = spec.num_blocks.div_ceil(num_parts).max(1);
         if part_blocks as u64 > most_blocks {
             return Err(too_large());

@@ -5,7 +5,8 @@
 //! [`Commands::read`](commands::Commands::read) asks for.
 //! Not here: what the operations mean (`ops`). The device code is in `kernels/wgsl/*.wgsl`.
 //!
-//! - [`adapter`]: which GPUs are there; `browser`: the one of a page. [`gpu`]: an opened one: its queue, its limits, its pipelines.
+//! - [`adapter`]: which GPUs are there; `browser`: the one of a page. [`gpu`]: an opened one: its queue, its limits, its pipelines;
+//!   `kept_pipelines`: these on disk.
 //! - [`source`]: the embedded device code and its variants. [`commands`]: dispatches of a step and their inputs.
 //! - [`reading`]: what comes back, waited for or awaited. [`parameters`]: uniforms where there are no immediates.
 //! - [`tensor`]: activations. [`matmul`] and so on: one operation a file, as in `ops`.
@@ -22,6 +23,8 @@ mod elementwise;
 pub mod gpu;
 #[cfg(not(target_family = "wasm"))]
 mod info;
+#[cfg(not(target_family = "wasm"))]
+mod kept_pipelines;
 pub mod kv_cache;
 pub mod matmul;
 mod parameters;

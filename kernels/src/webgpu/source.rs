@@ -19,7 +19,7 @@ pub struct Source {
 pub type Options = Vec<(&'static str, u32)>;
 
 /// Files that others include.
-const INCLUDES: [(&str, &str); 9] = [
+pub(super) const INCLUDES: [(&str, &str); 9] = [
     ("activations", include_str!("../../wgsl/include/activations.wgsl")),
     ("attention", include_str!("../../wgsl/include/attention.wgsl")),
     ("batch", include_str!("../../wgsl/include/batch.wgsl")),

@@ -26,8 +26,11 @@ pub fn all() -> Vec<Variant> {
 
 fn elementwise_variants() -> Vec<Variant> {
     let threads = ("THREADS", elementwise::THREADS);
-    let norm = |quantize| vec![("THREADS", elementwise::NORM_THREADS), ("QUANTIZE", quantize)];
-    let mut variants: Vec<Variant> = vec![(&elementwise::RMS_NORM, norm(0)), (&elementwise::RMS_NORM, norm(1))];
+    let mut variants: Vec<Variant> = Vec::new();
+    for threads in elementwise::NORM_THREADS {
+        let norm = |quantize| vec![("THREADS", threads), ("QUANTIZE", quantize)];
+        variants.extend([0, 1].map(|quantize| (&elementwise::RMS_NORM, norm(quantize))));
+    }
     for source in [&elementwise::QUANTIZE, &elementwise::SWIGLU, &elementwise::ADD, &elementwise::GATHER_ROWS] {
         variants.push((source, vec![threads]));
     }
@@ -81,7 +84,9 @@ fn attention_variants() -> Vec<Variant> {
             {
                 for has_f16 in [false, true] {
                     let block_size = 32;
-                    let variant = attention::Variant { head_dim, block_size, group_size, work, make_blocks, has_f16 };
+                    let split = 1;
+                    let variant =
+                        attention::Variant { head_dim, block_size, group_size, work, make_blocks, has_f16, split };
                     variants.push(variant.of_cache(dtype, is_parted));
                 }
             }

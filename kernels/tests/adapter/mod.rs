@@ -5,12 +5,40 @@ pub mod matrices;
 
 use lockstep_kernels::{
     Device, KernelError,
-    webgpu::{AdapterId, Backend, WebGpuDevice, WebGpuTensor, gpu::GpuOptions},
+    webgpu::{AdapterId, Backend, WebGpuDevice, WebGpuTensor, adapter, gpu::GpuOptions},
 };
+
+/// Set where an adapter with subgroups of so many threads is to be found.
+const SUBGROUP_THREADS: &str = "LOCKSTEP_TEST_SUBGROUP_THREADS";
 
 /// The adapter with what the options allow.
 pub fn open_with(options: GpuOptions) -> WebGpuDevice {
+    if let Ok(threads) = std::env::var(SUBGROUP_THREADS) {
+        let found = adapter::list().swap_remove(0);
+        let expected = ("most threads of a subgroup".to_owned(), threads.parse().unwrap());
+        assert!(found.abilities.limits.contains(&expected), "{found:?}");
+    }
     WebGpuDevice::with_options(AdapterId { backend: Backend::Vulkan, ordinal: 0 }, options).unwrap()
+}
+
+/// Whether the adapter is the slow one with subgroups of four threads.
+#[allow(dead_code, reason = "not every test takes long")]
+pub fn is_slow() -> bool {
+    std::env::var_os(SUBGROUP_THREADS).is_some()
+}
+
+/// Runs tests of this file once more, on the software adapter of Chromium: its subgroups have four threads.
+#[allow(dead_code, reason = "not every test needs it")]
+pub fn run_with_subgroups_of_four(tests: &[&str]) {
+    let driver = std::env::var("LOCKSTEP_TEST_SWIFTSHADER");
+    let driver = driver.unwrap_or_else(|_| "/usr/lib/chromium/vk_swiftshader_icd.json".to_owned());
+    assert!(std::path::Path::new(&driver).exists(), "no {driver}: it comes with Chromium");
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    command.args(tests).arg("--exact").env("VK_ICD_FILENAMES", driver).env(SUBGROUP_THREADS, "4");
+    let output = command.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    println!("{text}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success() && text.contains(&format!(" {} passed", tests.len())));
 }
 
 /// The adapter with all that it has, and as a browser gives it: without subgroups and immediates.

@@ -1,6 +1,7 @@
 //! Every device of this machine that a worker could own, for `lockstep devices`.
 //! Invariant: what cannot be used is listed with its reason; nothing is measured and nothing stays open.
 
+pub use lockstep_kernels::device::Abilities;
 use lockstep_kernels::{
     Device, KernelError,
     cpu::{CpuDevice, available_memory_bytes},
@@ -18,10 +19,9 @@ pub struct ListedDevice {
     pub backend: String,
     /// Memory that it may use.
     pub memory_bytes: u64,
-    /// What it can do beyond the least.
-    pub features: Vec<String>,
-    /// Its limits, by name.
-    pub limits: Vec<(String, u64)>,
+    /// What it can do.
+    #[serde(flatten)]
+    pub abilities: Abilities,
     /// Why it cannot be used, or is not used unless it is named.
     pub remark: Option<String>,
 }
@@ -45,8 +45,7 @@ fn processor() -> Result<ListedDevice, KernelError> {
         name: CpuDevice::new(0)?.name().to_owned(),
         backend: "cpu".to_owned(),
         memory_bytes: available_memory_bytes(),
-        features: Vec::new(),
-        limits: Vec::new(),
+        abilities: Abilities::default(),
         remark: None,
     })
 }
@@ -60,26 +59,17 @@ fn cuda_devices() -> Vec<ListedDevice> {
             name: String::new(),
             backend: "cuda".to_owned(),
             memory_bytes: 0,
-            features: Vec::new(),
-            limits: Vec::new(),
+            abilities: Abilities::default(),
             remark: None,
         };
         let opened = Gpu::open(ordinal, KernelCache::default()).and_then(|gpu| Ok((gpu.memory()?.0, gpu)));
         match opened {
-            Ok((free_bytes, gpu)) => {
-                let limits = gpu.limits();
-                let (major, minor) = limits.compute_capability;
-                ListedDevice {
-                    name: limits.name.clone(),
-                    memory_bytes: free_bytes as u64,
-                    features: vec![format!("sm_{major}{minor}")],
-                    limits: vec![
-                        ("multiprocessors".to_owned(), u64::from(limits.num_multiprocessors)),
-                        ("bytes of shared memory of a block".to_owned(), u64::from(limits.max_shared_bytes)),
-                    ],
-                    ..listed
-                }
-            }
+            Ok((free_bytes, gpu)) => ListedDevice {
+                name: gpu.limits().name.clone(),
+                memory_bytes: free_bytes as u64,
+                abilities: gpu.abilities(),
+                ..listed
+            },
             Err(problem) => ListedDevice { remark: Some(problem.to_string()), ..listed },
         }
     };
@@ -89,14 +79,12 @@ fn cuda_devices() -> Vec<ListedDevice> {
 
 #[cfg(feature = "webgpu")]
 fn adapter(found: super::webgpu::FoundAdapter) -> ListedDevice {
-    let limits = found.limits.into_iter().map(|(name, value)| (name.to_owned(), value));
     ListedDevice {
         device: found.id.to_string(),
         name: format!("{} ({})", found.name, found.driver),
         backend: found.id.backend.name().to_owned(),
         memory_bytes: found.memory_bytes,
-        features: found.features.into_iter().map(str::to_owned).collect(),
-        limits: limits.collect(),
+        abilities: found.abilities,
         remark: found.is_software.then(|| "computes on the processor: used only if it is named".to_owned()),
     }
 }

@@ -13,7 +13,9 @@ use std::{fmt, path::PathBuf, str::FromStr};
 
 use lockstep_formats::Dtype;
 #[cfg(feature = "cuda")]
-use lockstep_kernels::cuda::{CudaDevice, KernelCache};
+use lockstep_kernels::cuda::CudaDevice;
+#[cfg(any(feature = "cuda", feature = "webgpu"))]
+use lockstep_kernels::kernel_cache::KernelCache;
 #[cfg(feature = "webgpu")]
 use lockstep_kernels::webgpu::WebGpuDevice;
 use lockstep_kernels::{Device, KernelError, adapter_id::AdapterId, cpu::CpuDevice, device::DeviceInfo};
@@ -303,7 +305,7 @@ impl LocalDevices {
         self.without_cuda(num_ranks, &format!("no GPU is used: {NO_CUDA}"))
     }
 
-    #[cfg(feature = "cuda")]
+    #[cfg(any(feature = "cuda", feature = "webgpu"))]
     fn kernel_cache(&self) -> KernelCache {
         KernelCache::new(self.settings.kernel_cache.clone())
     }
@@ -377,7 +379,7 @@ impl LocalDevices {
         {
             let adapters: Vec<AdapterId> = self.devices.iter().filter_map(|device| device.adapter()).collect();
             if !adapters.is_empty() {
-                return adapters.iter().map(|id| Ok(WebGpuDevice::new(*id)?.measure()?)).collect();
+                return adapters.iter().map(|id| Ok(WebGpuDevice::new(*id, self.kernel_cache())?.measure()?)).collect();
             }
         }
         let info = CpuDevice::new(self.threads_per_rank())?.measure()?;
@@ -404,7 +406,7 @@ impl LocalDevices {
                 device
             }),
             #[cfg(feature = "webgpu")]
-            LocalDevice::WebGpu(id) => task.run(|| WebGpuDevice::new(id)),
+            LocalDevice::WebGpu(id) => task.run(|| WebGpuDevice::new(id, self.kernel_cache())),
         })
     }
 }

@@ -64,8 +64,7 @@ mod tests {
             driver: String::new(),
             is_software,
             memory_bytes: 0,
-            features: vec![],
-            limits: vec![],
+            abilities: Default::default(),
         }
     }
 

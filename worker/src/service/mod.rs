@@ -299,12 +299,13 @@ fn hello(
     [address, rank_address, http_address]: [SocketAddr; 3],
 ) -> v1::WorkerHello {
     let num_devices = infos.len().max(1) as u64;
-    let limit = config.memory_bytes;
+    let limit = |(name, value): &(String, u64)| v1::DeviceLimit { name: name.clone(), value: *value };
+    let memory_limit = config.memory_bytes;
     let device = |info: &DeviceInfo| {
         // The memory of the machine, which the devices of the processor share; a GPU has its own. What the host's other
         // workers claim is known to the coordinator only.
         let shared = devices.shared_memory_bytes(info);
-        let own = limit.map(|limit| limit / num_devices);
+        let own = memory_limit.map(|limit| limit / num_devices);
         v1::WorkerDevice {
             name: info.name.clone(),
             reason: devices.reason().to_owned(),
@@ -313,11 +314,13 @@ fn hello(
                 (None, Some(shared)) => shared / num_devices,
                 (own, None) => own.unwrap_or_else(|| usable_bytes(info.memory_bytes)),
             },
-            host_memory_bytes: shared.map_or(0, |shared| shared.max(limit.unwrap_or(0))),
+            host_memory_bytes: shared.map_or(0, |shared| shared.max(memory_limit.unwrap_or(0))),
             memory_bytes_per_second: info.memory_bytes_per_second,
             operations_per_second: info.operations_per_second,
             dtype: config.devices.dtype.map_or_else(String::new, |dtype| dtype.to_string()),
             peer_link: info.peer_link.map_or_else(String::new, |link| link.to_string()),
+            features: info.abilities.features.clone(),
+            limits: info.abilities.limits.iter().map(limit).collect(),
         }
     };
     // Others cannot reach what listens for this machine only, unless they are on it.
@@ -349,6 +352,7 @@ mod tests {
             memory_bytes_per_second: 1.0,
             operations_per_second: 1.0,
             peer_link: None,
+            abilities: Default::default(),
         };
         assert_eq!(excess(90 << 30, &info), None);
         let problem = excess(500 << 30, &info).unwrap();

@@ -37,13 +37,14 @@ fn render(devices: &[ListedDevice]) -> String {
             device.device.clone(),
             device.backend.clone(),
             format_bytes(device.memory_bytes),
-            device.features.join(", "),
+            device.abilities.features.join(", "),
             name,
         ]);
     }
     let mut text = table.render();
-    for device in devices.iter().filter(|device| !device.limits.is_empty()) {
-        let limits: Vec<String> = device.limits.iter().map(|(name, value)| format!("{name} {value}")).collect();
+    for device in devices.iter().filter(|device| !device.abilities.limits.is_empty()) {
+        let limits = device.abilities.limits.iter().map(|(name, value)| format!("{name} {value}"));
+        let limits: Vec<String> = limits.collect();
         text += &format!("{}: {}\n", device.device, limits.join(", "));
     }
     text
@@ -51,6 +52,8 @@ fn render(devices: &[ListedDevice]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use lockstep_worker::devices::listing::Abilities;
+
     use super::*;
 
     #[test]
@@ -60,8 +63,10 @@ mod tests {
             name: name.to_owned(),
             backend: "vulkan".to_owned(),
             memory_bytes: 1 << 30,
-            features: vec!["subgroups".to_owned(), "f16".to_owned()],
-            limits: vec![("bytes of a binding".to_owned(), 77)],
+            abilities: Abilities {
+                features: vec!["subgroups".to_owned(), "f16".to_owned()],
+                limits: vec![("bytes of a binding".to_owned(), 77)],
+            },
             remark: remark.map(str::to_owned),
         };
         let text = render(&[device("llvmpipe", Some("computes on the processor"))]);

@@ -76,12 +76,29 @@ fn render(cluster: &GetClusterResponse) -> String {
     for (index, note) in notes.iter().enumerate() {
         text += &format!("[{}] {note}\n", index + 1);
     }
+    text += &render_abilities(&cluster.workers);
     for model in &cluster.models {
         text += &format!("\nmodel {} (plan {}, {})\n", model.name, model.plan_epoch, model.source);
         if !model.problem.is_empty() {
             text += &format!("problem: {}\n", model.problem);
         }
         text += &render_replicas(&model.replicas);
+    }
+    text
+}
+
+/// What devices can do, each kind once: a line for all of the same name.
+fn render_abilities(workers: &[WorkerStatus]) -> String {
+    let mut known = Vec::new();
+    let mut text = String::new();
+    for device in workers.iter().flat_map(|worker| &worker.devices) {
+        if device.features.is_empty() && device.limits.is_empty() || known.contains(&&device.name) {
+            continue;
+        }
+        known.push(&device.name);
+        let limits = device.limits.iter().map(|limit| format!("{} {}", limit.name, limit.value));
+        let all: Vec<String> = device.features.iter().cloned().chain(limits).collect();
+        text += &format!("{}: {}\n", device.name, all.join(", "));
     }
     text
 }
@@ -209,7 +226,23 @@ fn scratch(rank: &RankStatus) -> String {
 
 #[cfg(test)]
 mod tests {
+    use lockstep_proto::v1::DeviceLimit;
+
     use super::*;
+
+    #[test]
+    fn what_devices_can_do_is_said_once() {
+        let limit = DeviceLimit { name: "bytes of a binding".to_owned(), value: 77 };
+        let device = DeviceStatus {
+            name: "vulkan:0 test".to_owned(),
+            features: vec!["subgroups".to_owned()],
+            limits: vec![limit],
+            ..DeviceStatus::default()
+        };
+        let worker = WorkerStatus { devices: vec![device; 2], ..WorkerStatus::default() };
+        let text = render(&GetClusterResponse { workers: vec![worker; 2], ..GetClusterResponse::default() });
+        assert_eq!(text.matches("vulkan:0 test: subgroups, bytes of a binding 77\n").count(), 1, "{text}");
+    }
 
     #[test]
     fn a_long_reason_is_said_once() {

@@ -1,7 +1,7 @@
 //! `lockstep worker`: flags and file → `WorkerConfig`.
 
 use std::{
-    net::{Ipv6Addr, SocketAddr},
+    net::SocketAddr,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -69,14 +69,9 @@ struct Settings {
     /// coordinator's /prometheus/workers lists where it can be reached]
     #[arg(long, env = "LOCKSTEP_WORKER_HTTP_LISTEN", value_name = "ADDRESS:PORT")]
     http_listen: Option<SocketAddr>,
-    /// Devices of this worker, one rank each: auto (all GPUs that CUDA, else Metal, Vulkan or DX12 reach, else the
-    /// processor), cpu, webgpu:auto, or names such as cuda:0,cuda:1 or vulkan:0 [default: auto]
-    #[arg(long, env = "LOCKSTEP_DEVICE", value_name = "DEVICES")]
-    device: Option<String>,
-    /// Type in which keys and values are held and attention multiplies: auto (bf16 for BF16 checkpoints, else f16), f16,
-    /// bf16, or, on the processor, f32. Sums are f32 with each; weights keep the types of the file [default: auto]
-    #[arg(long, env = "LOCKSTEP_DTYPE", value_name = "TYPE")]
-    dtype: Option<String>,
+    #[command(flatten)]
+    #[serde(flatten)]
+    devices: DeviceArgs,
     /// Folder of compiled GPU kernels, shared by workers; it may be deleted at any time [default: lockstep/kernels in $XDG_CACHE_HOME or ~/.cache]
     #[arg(long, env = "LOCKSTEP_KERNEL_CACHE", value_name = "FOLDER")]
     kernel_cache: Option<PathBuf>,
@@ -128,11 +123,6 @@ pub fn seconds(name: &str, value: f64) -> Result<Duration, UsageError> {
         .ok_or_else(|| UsageError(format!("{name}: {value} is not a number of seconds above 0")))
 }
 
-/// An address of IPv6 as it stands before a port, also where it came without brackets, as a pod's does.
-fn in_brackets(host: String) -> String {
-    if host.parse::<Ipv6Addr>().is_ok() { format!("[{host}]") } else { host }
-}
-
 /// A switch that is `on` or `off`.
 pub fn is_on(name: &str, value: &str) -> Result<bool, UsageError> {
     match value {
@@ -147,13 +137,12 @@ pub fn is_on(name: &str, value: &str) -> Result<bool, UsageError> {
 /// # Errors
 /// If the file cannot be read or its section \[worker\] is wrong.
 pub fn devices_in(file: Option<&Path>) -> anyhow::Result<DeviceArgs> {
-    let Settings { device, dtype, .. } = settings::layered(&Settings::default(), file, "worker")?;
-    Ok(DeviceArgs { device, dtype })
+    let settings: Settings = settings::layered(&Settings::default(), file, "worker")?;
+    Ok(settings.devices)
 }
 
 impl Settings {
     fn into_config(self) -> Result<WorkerConfig, UsageError> {
-        let devices = DeviceArgs { device: self.device, dtype: self.dtype };
         let any_port = if self.advertise_host.is_some() { [0, 0, 0, 0] } else { [127, 0, 0, 1] };
         let listen = self.listen.unwrap_or_else(|| SocketAddr::from((any_port, 0)));
         let allow_insecure = self.cluster_tls.allow_insecure();
@@ -171,13 +160,13 @@ impl Settings {
             listen,
             rank_listen: self.rank_listen.unwrap_or_else(|| SocketAddr::new(listen.ip(), 0)),
             http_listen: self.http_listen.unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 0))),
-            advertise_host: self.advertise_host.map_or_else(|| String::from("127.0.0.1"), in_brackets),
+            advertise_host: self.advertise_host.unwrap_or_else(|| String::from("127.0.0.1")),
             devices: DeviceSettings {
-                selection: devices.selection()?,
+                selection: self.devices.selection()?,
                 reason: None,
                 num_cpu_devices: self.num_devices.unwrap_or(1),
                 threads_per_device: self.threads_per_device.unwrap_or(0),
-                dtype: devices.dtype()?,
+                dtype: self.devices.dtype()?,
                 kernel_cache: self.kernel_cache.or_else(settings::default_kernel_cache),
             },
             memory_bytes: self.memory.map(|size| size.0),
@@ -196,25 +185,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_host_can_stand_before_a_port() {
-        let advertised = |host: &str| {
-            let settings = Settings { advertise_host: Some(host.to_owned()), ..Settings::default() };
-            settings.into_config().unwrap().advertise_host
-        };
-        for (given, expected) in
-            [("fd00::7", "[fd00::7]"), ("[fd00::7]", "[fd00::7]"), ("10.0.0.7", "10.0.0.7"), ("host-b", "host-b")]
-        {
-            assert_eq!(advertised(given), expected);
-        }
-    }
-
-    #[test]
     fn a_worker_listens_beyond_this_machine_only_if_asked() {
         let config = Settings::default().into_config().unwrap();
         assert!(config.listen.ip().is_loopback() && config.rank_listen.ip().is_loopback());
         let settings = Settings { advertise_host: Some(String::from("host-b")), ..Settings::default() };
         assert!(settings.into_config().unwrap().listen.ip().is_unspecified());
-        let settings = Settings { dtype: Some(String::from("f8")), ..Settings::default() };
+        let devices = DeviceArgs { dtype: Some(String::from("f8")), ..DeviceArgs::default() };
+        let settings = Settings { devices, ..Settings::default() };
         assert!(settings.into_config().unwrap_err().to_string().contains("\"f8\" is none of auto, f16"));
         let settings = Settings { prefix_caching: Some(String::from("no")), ..Settings::default() };
         assert!(

@@ -2,7 +2,8 @@
 //! Invariant: an entry is written to a file of its own and renamed into place, and carries a digest of its content:
 //! concurrent starts and interrupted writes can leave neither a torn entry nor a wrong one. An entry that is removed
 //! under a reader costs it a compilation.
-//! Not here: what makes the key (the [`compiler`](super::compiler)).
+//! For: cubins of CUDA, and what Vulkan's drivers have made of shaders.
+//! Not here: what makes the key (whoever compiles).
 
 use std::{
     ffi::OsStr,
@@ -21,48 +22,79 @@ const LEFT_OVER_AFTER: Duration = DAY;
 const UNUSED_AFTER: Duration = Duration::from_secs(30 * DAY.as_secs());
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Key of an entry: a digest of everything that decides the cubin.
+/// Key of an entry: a digest of everything that decides its content.
 pub type Key = [u8; DIGEST_BYTES];
 
-/// A folder of cubins, or none: then every start compiles.
+/// What entries are, by the ends of their files' names.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Kind {
+    /// A kernel of CUDA.
+    #[cfg_attr(
+        not(feature = "cuda"),
+        allow(dead_code, reason = "the names of all kinds are known, so that old ones go")
+    )]
+    Cubin,
+    /// A driver's pipelines.
+    #[cfg_attr(
+        not(feature = "webgpu"),
+        allow(dead_code, reason = "the names of all kinds are known, so that old ones go")
+    )]
+    Pipelines,
+}
+
+impl Kind {
+    const ALL: [Self; 2] = [Self::Cubin, Self::Pipelines];
+
+    fn extension(self) -> &'static str {
+        match self {
+            Self::Cubin => "cubin",
+            Self::Pipelines => "pipelines",
+        }
+    }
+}
+
+/// A folder of compiled kernels, or none: then every start compiles.
 #[derive(Clone, Debug, Default)]
 pub struct KernelCache {
     folder: Option<PathBuf>,
 }
 
 impl KernelCache {
-    /// Keeps cubins in `folder`, which is made when the first is written; `None`: nowhere.
+    /// Keeps them in `folder`, which is made when the first is written; `None`: nowhere.
     pub fn new(folder: Option<PathBuf>) -> Self {
         Self { folder }
     }
 
-    /// The cubin of `key`, if it was stored whole.
-    pub(super) fn load(&self, key: &Key) -> Option<Vec<u8>> {
-        let path = self.path(key)?;
+    /// The entry of `key`, if it was stored whole.
+    pub(crate) fn load(&self, kind: Kind, key: &Key) -> Option<Vec<u8>> {
+        let path = self.path(kind, key)?;
         let mut content = std::fs::read(&path).ok()?;
         note_use(&path, SystemTime::now());
-        let digest: [u8; DIGEST_BYTES] = *content.last_chunk()?;
-        content.truncate(content.len() - DIGEST_BYTES);
-        (Sha256::digest(&content)[..] == digest).then_some(content)
+        let digest: Vec<u8> = content.split_off(content.len().saturating_sub(DIGEST_BYTES));
+        if Sha256::digest(&content)[..] != digest[..] {
+            tracing::warn!(path = %path.display(), "a compiled kernel is damaged, and is compiled again");
+            return None;
+        }
+        Some(content)
     }
 
-    /// Stores a cubin. A cache that cannot be written costs time at the next start and nothing else, so it is reported
+    /// Stores an entry. A cache that cannot be written costs time at the next start and nothing else, so it is reported
     /// and not an error.
-    pub(super) fn store(&self, key: &Key, cubin: &[u8]) {
-        if let Some(path) = self.path(key)
-            && let Err(error) = write_renamed(&path, cubin)
+    pub(crate) fn store(&self, kind: Kind, key: &Key, content: &[u8]) {
+        if let Some(path) = self.path(kind, key)
+            && let Err(error) = write_renamed(&path, content)
         {
             tracing::warn!(path = %path.display(), %error, "a compiled kernel could not be kept");
         }
     }
 
-    fn path(&self, key: &Key) -> Option<PathBuf> {
+    fn path(&self, kind: Kind, key: &Key) -> Option<PathBuf> {
         let name: String = key.iter().map(|byte| format!("{byte:02x}")).collect();
-        Some(self.folder.as_ref()?.join(name + ".cubin"))
+        Some(self.folder.as_ref()?.join(name).with_extension(kind.extension()))
     }
 }
 
-fn write_renamed(path: &Path, cubin: &[u8]) -> std::io::Result<()> {
+fn write_renamed(path: &Path, content: &[u8]) -> std::io::Result<()> {
     static COUNTER: AtomicU64 = AtomicU64::new(0);
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder)?;
@@ -71,8 +103,8 @@ fn write_renamed(path: &Path, cubin: &[u8]) -> std::io::Result<()> {
     let unique = COUNTER.fetch_add(1, Ordering::Relaxed);
     let temporary = path.with_extension(format!("{}-{unique}.tmp", std::process::id()));
     let written = std::fs::File::create_new(&temporary).and_then(|mut file| {
-        file.write_all(cubin)?;
-        file.write_all(&Sha256::digest(cubin))
+        file.write_all(content)?;
+        file.write_all(&Sha256::digest(content))
     });
     let renamed = written.and_then(|()| std::fs::rename(&temporary, path));
     if renamed.is_err() {
@@ -97,7 +129,7 @@ fn remove_old(folder: &Path, now: SystemTime) {
         let path = entry.path();
         let kept_for = match path.extension().and_then(OsStr::to_str) {
             Some("tmp") => LEFT_OVER_AFTER,
-            Some("cubin") => UNUSED_AFTER,
+            Some(extension) if Kind::ALL.iter().any(|kind| kind.extension() == extension) => UNUSED_AFTER,
             _ => continue,
         };
         let changed = entry.metadata().and_then(|metadata| metadata.modified());
@@ -116,17 +148,17 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let cache = KernelCache::new(Some(folder.path().join("new")));
         let key = [7; DIGEST_BYTES];
-        assert_eq!(cache.load(&key), None);
-        cache.store(&key, b"cubin");
-        assert_eq!(cache.load(&key).as_deref(), Some(&b"cubin"[..]));
-        let path = cache.path(&key).unwrap();
+        assert_eq!(cache.load(Kind::Cubin, &key), None);
+        cache.store(Kind::Cubin, &key, b"cubin");
+        assert_eq!(cache.load(Kind::Cubin, &key).as_deref(), Some(&b"cubin"[..]));
+        let path = cache.path(Kind::Cubin, &key).unwrap();
         let mut torn = std::fs::read(&path).unwrap();
         torn.remove(2);
         std::fs::write(&path, torn).unwrap();
-        assert_eq!(cache.load(&key), None);
+        assert_eq!(cache.load(Kind::Cubin, &key), None);
         std::fs::write(&path, b"short").unwrap();
-        assert_eq!(cache.load(&key), None);
-        assert_eq!(KernelCache::default().load(&key), None);
+        assert_eq!(cache.load(Kind::Cubin, &key), None);
+        assert_eq!(KernelCache::default().load(Kind::Cubin, &key), None);
     }
 
     #[test]
@@ -157,15 +189,15 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let cache = KernelCache::new(Some(folder.path().to_owned()));
         let (old, new) = ([1; DIGEST_BYTES], [2; DIGEST_BYTES]);
-        cache.store(&old, b"cubin");
-        let file = std::fs::File::options().append(true).open(cache.path(&old).unwrap()).unwrap();
+        cache.store(Kind::Cubin, &old, b"cubin");
+        let file = std::fs::File::options().append(true).open(cache.path(Kind::Cubin, &old).unwrap()).unwrap();
         file.set_modified(SystemTime::now() - UNUSED_AFTER * 2).unwrap();
-        assert!(cache.load(&old).is_some());
-        cache.store(&new, b"cubin");
-        assert!(cache.load(&old).is_some());
+        assert!(cache.load(Kind::Cubin, &old).is_some());
+        cache.store(Kind::Cubin, &new, b"cubin");
+        assert!(cache.load(Kind::Cubin, &old).is_some());
         file.set_modified(SystemTime::now() - UNUSED_AFTER * 2).unwrap();
-        cache.store(&new, b"cubin");
-        assert_eq!(cache.load(&old), None);
+        cache.store(Kind::Cubin, &new, b"cubin");
+        assert_eq!(cache.load(Kind::Cubin, &old), None);
     }
 
     #[test]
@@ -177,8 +209,8 @@ mod tests {
             for _ in 0..8 {
                 scope.spawn(|| {
                     for _ in 0..8 {
-                        cache.store(&key, &cubin);
-                        assert_eq!(cache.load(&key).as_ref(), Some(&cubin));
+                        cache.store(Kind::Cubin, &key, &cubin);
+                        assert_eq!(cache.load(Kind::Cubin, &key).as_ref(), Some(&cubin));
                     }
                 });
             }
