@@ -42,19 +42,34 @@ pub fn parse(list: &str) -> Result<Vec<Wanted>, String> {
     list.split(',').map(wanted).collect()
 }
 
-/// Makes room for `own`, a member that has no data, and says how it is to start.
+/// Makes room for `own`, a member that has no data, and says how it is to start. Where nobody answers it founds the cluster.
 ///
 /// # Errors
-/// [`EtcdError`] if those that run do not admit it now, as while another one joins; trying again may help.
+/// [`EtcdError`] if those that run do not admit it now, as while another one joins or they have no leader; trying again may
+/// help.
 pub async fn admit(settings: &EtcdSettings, wanted: &[Wanted], own: &Wanted) -> Result<Start, EtcdError> {
     let mut endpoints = Endpoints::new(settings, 0);
+    let mut leaderless = None;
     for _ in 0..endpoints.len() {
         match members_of(&mut endpoints).await {
             Ok((connection, members)) => return admit_at(&connection, &members, wanted, own).await,
+            Err(error) if is_of_member(&error) => leaderless = Some(error),
             Err(error) => tracing::info!(%error, "no cluster here"),
         }
     }
-    Ok(first_start(wanted))
+    leaderless.map_or_else(|| Ok(first_start(wanted)), Err)
+}
+
+/// Whether a member itself refused, which only one that has been part of a cluster can; one that still waits for the others
+/// to found it says nothing.
+fn is_of_member(error: &EtcdError) -> bool {
+    match error {
+        EtcdError::Client { source, .. } => match source.as_ref() {
+            etcd_client::Error::GRpcStatus(status) => status.message().starts_with("etcdserver: "),
+            _ => false,
+        },
+        _ => false,
+    }
 }
 
 async fn members_of(endpoints: &mut Endpoints) -> Result<(Connection, Vec<Known>), EtcdError> {

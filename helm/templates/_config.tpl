@@ -16,6 +16,11 @@ lockstep.dev/settings: | {{- . | nindent 2 }}
 - {name: config, downwardAPI: {items: [{path: {{ . }}, fieldRef: {fieldPath: "metadata.annotations['lockstep.dev/settings']"}}]}}
 {{- end -}}
 
+{{/* What servers listen on: every address of their pod. */}}
+{{- define "lockstep.anyAddress" -}}
+{{ ternary "[::]" "0.0.0.0" (eq .Values.ipFamily "IPv6") }}
+{{- end -}}
+
 {{/* Pools with what they inherit, as JSON: name → pool. */}}
 {{- define "lockstep.pools" -}}
 {{- $pools := dict -}}
@@ -100,8 +105,8 @@ same file name is another file, also on a volume that workers of the release bef
 {{/* Section [coordinator], as JSON. */}}
 {{- define "lockstep.coordinatorConfig" -}}
 {{- $config := include "lockstep.sharedConfig" . | fromJson -}}
-{{- $_ := set $config "grpc_listen" "0.0.0.0:7070" -}}
-{{- $_ := set $config "http_listen" "0.0.0.0:7080" -}}
+{{- $_ := set $config "grpc_listen" (printf "%s:7070" (include "lockstep.anyAddress" .)) -}}
+{{- $_ := set $config "http_listen" (printf "%s:7080" (include "lockstep.anyAddress" .)) -}}
 {{- with include "lockstep.modelPath" . }}{{ $_ := set $config "model" . }}{{ end -}}
 {{- if ne .Values.tls.clients.mode "none" -}}
 {{- $_ := set $config "tls_cert" "/etc/lockstep/clients-tls/tls.crt" -}}
@@ -158,9 +163,9 @@ replicas: {{ .spec.replicas }}
 {{/* Section [worker] of a pool, as JSON. */}}
 {{- define "lockstep.workerConfig" -}}
 {{- $config := include "lockstep.sharedConfig" .root | fromJson -}}
-{{- $_ := set $config "listen" "0.0.0.0:7071" -}}
-{{- $_ := set $config "http_listen" "0.0.0.0:7072" -}}
-{{- $_ := set $config "rank_listen" "0.0.0.0:7073" -}}
+{{- $_ := set $config "listen" (printf "%s:7071" (include "lockstep.anyAddress" .root)) -}}
+{{- $_ := set $config "http_listen" (printf "%s:7072" (include "lockstep.anyAddress" .root)) -}}
+{{- $_ := set $config "rank_listen" (printf "%s:7073" (include "lockstep.anyAddress" .root)) -}}
 {{- if not (hasKey $config "etcd") -}}
 {{- $_ := set $config "coordinator" (printf "%s-members.%s.svc:7070" (include "lockstep.fullname" .root) .root.Release.Namespace) -}}
 {{- end -}}

@@ -213,7 +213,7 @@ class Node:
         for index in reversed(range(before)):
             self.replace(name, index)
 
-    def replace(self, owner, index, is_volume_lost=False):
+    def replace(self, owner, index, is_volume_lost=False, waits=True):
         """Ends a pod and starts one of its name, of the manifest that is in force."""
         name = f"{owner}-{index}"
         self.pods[name].terminate()
@@ -224,7 +224,8 @@ class Node:
             shutil.rmtree(self.pods[name].folder / claim["metadata"]["name"])
         pod = self.add(owner, index, spec["template"])
         pod.start()
-        self.wait_ready([pod])
+        if waits:
+            self.wait_ready([pod])
 
     def shared(self, name):
         path = self.folder / f"claim-{name}"

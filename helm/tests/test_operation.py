@@ -152,6 +152,19 @@ class Identities(unittest.TestCase):
         self.assertEqual(pod_of(manifests, "lockstep-worker")["priorityClassName"], "serving-lockstep")
 
 
+    def test_namespaces_may_be_restricted(self):
+        """Nothing that the Pod Security level `restricted` refuses, unless values ask for parts of the node."""
+        allowed = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+        asking = {"tensor-2x8": {"hostPath"}, "hybrid": {"hostIPC"}}
+        for name in chart.EXAMPLES:
+            manifests, _ = chart.render(chart.values_of(name))
+            found = set()
+            for _, pod in chart.pods(manifests):
+                found |= {kind for volume in pod.get("volumes", []) for kind in volume if kind != "name"} - allowed
+                found |= {part for part in ("hostIPC", "hostNetwork", "hostPID") if pod.get(part)}
+            self.assertEqual(found, asking.get(name, set()), name)
+
+
 class Networks(unittest.TestCase):
     def test_clients_that_are_named_leave_room_for_checks(self):
         policy = {"clientsFrom": [PUBLIC], "metricsFrom": [PROMETHEUS]}
@@ -180,6 +193,13 @@ class Networks(unittest.TestCase):
             self.assertTrue(reaches(manifests, policy, port, address="fd00::1"), policy)
         self.assertFalse(reaches(manifests, "etcd", "client", address="10.2.0.1"))
         self.assertFalse(reaches(manifests, "etcd", "peer", address="10.1.2.3"))
+
+    def test_pods_of_ipv6_listen_on_its_addresses(self):
+        manifests = render({"ipFamily": "IPv6", "etcd": {"mode": "bundled"}})
+        text = "".join(settings_of(manifests, kind, name) for kind, name in manifests if kind in chart.WORKLOADS)
+        self.assertNotIn("0.0.0.0", text)
+        for address in ('grpc_listen = "[::]:7070"', 'rank_listen = "[::]:7073"', "listen-peer-urls: http://[::]:2380"):
+            self.assertIn(address, text)
 
     def test_the_node_s_shared_memory_is_not_hidden(self):
         """With hostIPC ranks of two pods meet in the node's /dev/shm, if NCCL knows that they are on one node."""

@@ -1,7 +1,7 @@
 //! `lockstep worker`: flags and file → `WorkerConfig`.
 
 use std::{
-    net::SocketAddr,
+    net::{Ipv6Addr, SocketAddr},
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -123,6 +123,11 @@ pub fn seconds(name: &str, value: f64) -> Result<Duration, UsageError> {
         .ok_or_else(|| UsageError(format!("{name}: {value} is not a number of seconds above 0")))
 }
 
+/// An address of IPv6 as it stands before a port, also where it came without brackets, as a pod's does.
+fn in_brackets(host: String) -> String {
+    if host.parse::<Ipv6Addr>().is_ok() { format!("[{host}]") } else { host }
+}
+
 /// A switch that is `on` or `off`.
 pub fn is_on(name: &str, value: &str) -> Result<bool, UsageError> {
     match value {
@@ -160,7 +165,7 @@ impl Settings {
             listen,
             rank_listen: self.rank_listen.unwrap_or_else(|| SocketAddr::new(listen.ip(), 0)),
             http_listen: self.http_listen.unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 0))),
-            advertise_host: self.advertise_host.unwrap_or_else(|| String::from("127.0.0.1")),
+            advertise_host: self.advertise_host.map_or_else(|| String::from("127.0.0.1"), in_brackets),
             devices: DeviceSettings {
                 selection: self.devices.selection()?,
                 reason: None,
@@ -183,6 +188,19 @@ impl Settings {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_host_can_stand_before_a_port() {
+        let advertised = |host: &str| {
+            let settings = Settings { advertise_host: Some(host.to_owned()), ..Settings::default() };
+            settings.into_config().unwrap().advertise_host
+        };
+        for (given, expected) in
+            [("fd00::7", "[fd00::7]"), ("[fd00::7]", "[fd00::7]"), ("10.0.0.7", "10.0.0.7"), ("host-b", "host-b")]
+        {
+            assert_eq!(advertised(given), expected);
+        }
+    }
 
     #[test]
     fn a_worker_listens_beyond_this_machine_only_if_asked() {
