@@ -70,40 +70,37 @@ fn norms(id: AdapterId) {
     }
 }
 
-/// Attention of one token, with more threads for each key.
+/// Attention of one token.
 fn attentions(id: AdapterId) {
-    for attention_split in [1, 2, 4] {
-        let options = GpuOptions { attention_split, ..GpuOptions::default() };
-        let mut device = WebGpuDevice::with_options(id, options).unwrap();
-        let spec = KvCacheSpec {
-            num_layers: 1,
-            num_blocks: 256,
-            block_size: BLOCK_SIZE,
+    let mut device = WebGpuDevice::with_options(id, GpuOptions::default()).unwrap();
+    let spec = KvCacheSpec {
+        num_layers: 1,
+        num_blocks: 256,
+        block_size: BLOCK_SIZE,
+        num_key_value_heads: KEY_VALUE_HEADS,
+        head_dim: HEAD_DIM,
+    };
+    let cache = device.kv_cache(spec, Dtype::F16).unwrap();
+    let qkv = device.tensor(1, (HEADS + 2 * KEY_VALUE_HEADS) * HEAD_DIM).unwrap();
+    let (mut attended, mut hidden) = (device.tensor(1, HIDDEN).unwrap(), device.tensor(1, HIDDEN).unwrap());
+    let output = layer(&device, GgmlType::Q4_K, HIDDEN, HIDDEN);
+    device.matmul(1, &output, &attended, Epilogue::Store, &mut hidden).unwrap();
+    let block_table: Vec<u32> = (0..256).collect();
+    for context in [100, 600, 4100] {
+        let sequences = [AttentionSequence { num_tokens: 1, first_position: context, block_table: &block_table }];
+        let call = Attention {
+            num_heads: HEADS,
             num_key_value_heads: KEY_VALUE_HEADS,
             head_dim: HEAD_DIM,
+            group_size: HEADS / KEY_VALUE_HEADS,
+            group_offset: 0,
+            scale: 0.1,
+            layer: 0,
+            sequences: &sequences,
         };
-        let cache = device.kv_cache(spec, Dtype::F16).unwrap();
-        let qkv = device.tensor(1, (HEADS + 2 * KEY_VALUE_HEADS) * HEAD_DIM).unwrap();
-        let (mut attended, mut hidden) = (device.tensor(1, HIDDEN).unwrap(), device.tensor(1, HIDDEN).unwrap());
-        let output = layer(&device, GgmlType::Q4_K, HIDDEN, HIDDEN);
-        device.matmul(1, &output, &attended, Epilogue::Store, &mut hidden).unwrap();
-        let block_table: Vec<u32> = (0..256).collect();
-        for context in [100, 600, 4100] {
-            let sequences = [AttentionSequence { num_tokens: 1, first_position: context, block_table: &block_table }];
-            let call = Attention {
-                num_heads: HEADS,
-                num_key_value_heads: KEY_VALUE_HEADS,
-                head_dim: HEAD_DIM,
-                group_size: HEADS / KEY_VALUE_HEADS,
-                group_offset: 0,
-                scale: 0.1,
-                layer: 0,
-                sequences: &sequences,
-            };
-            measure(&mut device, &format!("attention to {context} keys, {attention_split} threads a key"), |device| {
-                device.attention(&call, &qkv, &cache, &mut attended).unwrap();
-            });
-        }
+        measure(&mut device, &format!("attention to {context} keys"), |device| {
+            device.attention(&call, &qkv, &cache, &mut attended).unwrap();
+        });
     }
 }
 

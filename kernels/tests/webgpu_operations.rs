@@ -265,11 +265,10 @@ fn shapes() -> Vec<Shape> {
     ]
 }
 
-/// f32 rounding; with f16, that of queries and keys by up to 2^-11 of their size and of each weight of a value.
+/// f32 rounding; with tensor cores that of queries and keys to f16, by up to 2^-11 of their size, and of each weight.
 fn tolerance(device: &WebGpuDevice, shape: Shape) -> f64 {
     let has_matrices = device.gpu().options().attention_shape.is_some() && has_matrices(shape.dtype, shape.head_dim);
-    let has_halves = device.gpu().has_f16() && shape.dtype == Dtype::F16;
-    if has_matrices || has_halves { 4e-3 * f64::from(1.0 + 280.0 * shape.growth) } else { 2e-5 }
+    if has_matrices { 4e-3 * f64::from(1.0 + 280.0 * shape.growth) } else { 2e-5 }
 }
 
 /// Whole prompts, the last tokens alone, and parts of prompts beside others.
@@ -295,13 +294,11 @@ fn attention_agrees(device: &mut WebGpuDevice, shape: Shape, is_parted: bool, ra
 fn attention_agrees_with_the_oracle() {
     let mut random = random();
     let [mut with_subgroups, mut without] = adapter::open_both();
-    let mut split = adapter::open_with(GpuOptions { attention_split: 2, ..GpuOptions::default() });
     let num_shapes = if adapter::is_slow() { 1 } else { usize::MAX };
     for (index, shape) in shapes().into_iter().take(num_shapes).enumerate() {
         attention_agrees(&mut with_subgroups, shape, false, &mut random);
         if index % 3 == 0 {
             attention_agrees(&mut without, shape, false, &mut random);
-            attention_agrees(&mut split, shape, false, &mut random);
         }
     }
 }
@@ -320,7 +317,7 @@ fn all_of_it_holds_with_subgroups_of_four() {
 #[test]
 fn attention_by_matrices_agrees_with_the_oracle() {
     let mut random = random();
-    let cases = [(48, Dtype::Bf16, 0.0), (32, Dtype::F16, 0.02), (32, Dtype::F16, 0.02)];
+    let cases = [(48, Dtype::Bf16, 0.02), (32, Dtype::F16, 0.02)];
     for (matrix_shape, (head_dim, dtype, growth)) in MatrixShape::ALL.into_iter().zip(cases) {
         let options = adapter::matrices::stand_in(matrix_shape.edge);
         let mut device = adapter::open_with(GpuOptions { attention_shape: Some(matrix_shape), ..options });

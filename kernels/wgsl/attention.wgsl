@@ -2,13 +2,11 @@
 // range of its keys. Softmax is taken online, so memory is linear in the keys.
 //
 // A workgroup takes one item (x) and GROUP query heads of one key/value head (y: the heads, in chunks of GROUP). For each
-// tile of keys SPLIT neighbouring threads first make the scores of one key, then a thread weighs four elements of every value of
-// its share.
+// tile of THREADS keys a thread first makes the scores of one key, then weighs four elements of every value of its share.
 // An item that has not all the keys of its tokens leaves sums, their weights and the largest score in `partial`, which
 // `attention_combine.wgsl` joins.
 //
-// Options: those of `attention`; THREADS (at least a quarter of the head), GROUP, TOKENS (of an item, at most), SPLIT (1, 2 or 4: a
-// subgroup has at least four threads), HALVES (with NATIVE: products of queries and keys in f16, four of them summed).
+// Options: those of `attention`; THREADS (at least a quarter of the head), GROUP, TOKENS (of an item, at most).
 
 #include attention
 #if QUANTIZE
@@ -17,19 +15,12 @@
 #endif
 
 const ROWS = GROUP * TOKENS;
-// Keys of a tile.
-const KEYS = THREADS / SPLIT;
 const NONE = 0xffffffffu;
 // Values are summed in so many shares of the keys.
 const SHARES = THREADS / GROUPS;
 
-#if HALVES
-alias Query = vec4<f16>;
-#else
-alias Query = vec4<f32>;
-#endif
-var<workgroup> queries: array<Query, ROWS * GROUPS>;
-var<workgroup> weights: array<f32, ROWS * KEYS>;
+var<workgroup> queries: array<vec4<f32>, ROWS * GROUPS>;
+var<workgroup> weights: array<f32, ROWS * THREADS>;
 #if SUBGROUPS
 var<workgroup> maxima: array<f32, ROWS * THREADS / 4u>;
 #else
@@ -37,7 +28,7 @@ var<workgroup> maxima: array<f32, ROWS * THREADS>;
 #endif
 var<workgroup> sums: array<vec4<f32>, THREADS>;
 // Where the keys of the tile begin.
-var<workgroup> places: array<vec2<u32>, KEYS>;
+var<workgroup> places: array<vec2<u32>, THREADS>;
 
 @compute @workgroup_size(THREADS)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32,
@@ -63,10 +54,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
             let element = 4u * (i % GROUPS) + j;
             if (element < params.head_dim) { elements[j] = qkv[start + element] * params.scale; }
         }
-#if HALVES
-        elements = clamp(elements, vec4<f32>(-65504.0), vec4<f32>(65504.0));
-#endif
-        queries[i] = Query(elements);
+        queries[i] = elements;
     }
     workgroupBarrier();
 
@@ -80,38 +68,17 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     }
     let share = thread / GROUPS;
     let element_group = thread % GROUPS;
-    let part = thread % SPLIT;
-    for (var tile = item.first_key; tile < item.end_key; tile += KEYS) {
-        let key = tile + thread / SPLIT;
+    for (var tile = item.first_key; tile < item.end_key; tile += THREADS) {
+        let key = tile + thread;
         var scores: array<f32, ROWS>;
         for (var row = 0u; row < ROWS; row++) { scores[row] = 0.0; }
         if (key < item.end_key) {
             let at = key_at(item, heads.key_value_head, key);
-            if (part == 0u) { places[thread / SPLIT] = at; }
-            for (var i = part; i < GROUPS; i += SPLIT) {
-#if HALVES
-                let elements = load_key(at.x + i, at.y);
-#else
+            places[thread] = at;
+            for (var i = 0u; i < GROUPS; i++) {
                 let elements = widen(load_key(at.x + i, at.y));
-#endif
-                for (var row = 0u; row < ROWS; row++) { scores[row] += f32(dot(elements, queries[row * GROUPS + i])); }
+                for (var row = 0u; row < ROWS; row++) { scores[row] += dot(elements, queries[row * GROUPS + i]); }
             }
-        }
-        if (SPLIT > 1u) {
-#if SUBGROUPS
-            for (var distance = 1u; distance < SPLIT; distance *= 2u) {
-                for (var row = 0u; row < ROWS; row++) { scores[row] += subgroupShuffleXor(scores[row], distance); }
-            }
-#else
-            for (var row = 0u; row < ROWS; row++) { maxima[thread * ROWS + row] = scores[row]; }
-            workgroupBarrier();
-            for (var row = 0u; row < ROWS; row++) {
-                var score = 0.0;
-                for (var i = 0u; i < SPLIT; i++) { score += maxima[(thread - part + i) * ROWS + row]; }
-                scores[row] = score;
-            }
-            workgroupBarrier();
-#endif
         }
         for (var row = 0u; row < ROWS; row++) {
             let is_seen = key < item.end_key && key <= item.position + row / GROUP;
@@ -146,20 +113,17 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
             weighted[row] *= correction;
             // A score that is not seen weighs nothing, even where no score is.
             let weight = select(0.0, exp(scores[row] - highest), scores[row] > LOWEST);
-            totals[row] *= correction;
-            if (part == 0u) {
-                totals[row] += weight;
-                weights[row * KEYS + thread / SPLIT] = weight;
-            }
+            totals[row] = totals[row] * correction + weight;
+            weights[row * THREADS + thread] = weight;
         }
         workgroupBarrier();
         if (share < SHARES) {
-            let num_keys = min(KEYS, item.end_key - tile);
+            let num_keys = min(THREADS, item.end_key - tile);
             for (var i = share; i < num_keys; i += SHARES) {
                 let at = places[i];
                 let elements = widen(load_value(at.x + element_group, at.y));
                 for (var row = 0u; row < ROWS; row++) {
-                    let weight = weights[row * KEYS + i];
+                    let weight = weights[row * THREADS + i];
                     // What a weight of 0 meets may be no number.
                     if (TOKENS == 1u || weight > 0.0) { weighted[row] += weight * elements; }
                 }

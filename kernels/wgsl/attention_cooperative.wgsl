@@ -9,8 +9,8 @@
 // held is put down in `output`, scaled.
 //
 // Options: those of `attention` (16-bit caches) and of the matrices; TEAMS, GROUP, ROW_TILES (matrices along the rows of a
-// subgroup), KEY_TILES (along a tile of keys), HEAD_TILES (along a head), LANE_KEYS (keys of a tile that a thread weighs),
-// TURNED (values lie in workgroup memory by columns); F16 and COOPERATIVE (directives), both 1.
+// subgroup), KEY_TILES (along a tile of keys), HEAD_TILES (along a head), LANE_KEYS (keys of a tile that a thread weighs);
+// F16 and COOPERATIVE (directives), both 1.
 
 #include attention
 #include matrices
@@ -33,11 +33,7 @@ const NOWHERE = 0xffffffffu;
 const LOG2_E = 1.4426950408889634;
 const THRESHOLD = 8.0;
 
-#if TURNED
 var<workgroup> tile: array<Half, max(KEYS * TILE_STRIDE, 4u * GROUPS * WEIGHT_STRIDE) * UNIT>;
-#else
-var<workgroup> tile: array<Half, KEYS * TILE_STRIDE * UNIT>;
-#endif
 // Of each subgroup, key by key.
 var<workgroup> scores: array<f32, TEAMS * KEYS * SCORE_STRIDE>;
 // Queries on their way to the subgroups, then weights.
@@ -103,8 +99,7 @@ fn copy_keys(item: Item, head: u32, thread: u32, first: u32) {
     }
 }
 
-#if TURNED
-// Four keys and four columns at a time.
+// By columns; four keys and four columns at a time.
 fn copy_values(item: Item, head: u32, thread: u32, first: u32) {
     for (var i = thread; i < KEYS / 4u * GROUPS; i += THREADS) {
         let place = i / 32u;
@@ -121,14 +116,6 @@ fn copy_values(item: Item, head: u32, thread: u32, first: u32) {
         }
     }
 }
-#else
-fn copy_values(item: Item, head: u32, thread: u32, first: u32) {
-    for (var i = thread; i < KEYS * GROUPS; i += THREADS) {
-        let at = key_at(item, head, min(first + i / GROUPS, item.end_key - 1u));
-        put_tile(i / GROUPS * TILE_STRIDE + i % GROUPS, to_half(load_value(at.x + i % GROUPS, at.y)));
-    }
-}
-#endif
 
 // Where a row's score of a key is, or a column of what is held.
 fn score_at(row: u32, key: u32) -> u32 {
@@ -290,13 +277,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
                 &weights[((team_row + $iu * EDGE) * WEIGHT_STRIDE + $nu * EDGE_GROUPS) * UNIT], WEIGHT_STRIDE * UNIT);
 #end
 #repeat j HEAD_TILES
-#if TURNED
             let values_$j = coopLoad<Right>(
                 &tile[($ju * EDGE * WEIGHT_STRIDE + $nu * EDGE_GROUPS) * UNIT], WEIGHT_STRIDE * UNIT);
-#else
-            let values_$j = coopLoadT<Right>(
-                &tile[($nu * EDGE * TILE_STRIDE + $ju * EDGE_GROUPS) * UNIT], TILE_STRIDE * UNIT);
-#endif
 #repeat i ROW_TILES
             held_$i_$j = coopMultiplyAdd(weights_$i, values_$j, held_$i_$j);
 #end

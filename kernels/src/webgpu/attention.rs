@@ -1,4 +1,5 @@
-//! Paged flash attention on WebGPU. Device code: `wgsl/attention.wgsl`, `attention_cooperative.wgsl`, `attention_combine.wgsl`.
+//! Paged flash attention on WebGPU. Device code: `wgsl/attention.wgsl`, `attention_tiles.wgsl`,
+//! `attention_cooperative.wgsl`, `attention_combine.wgsl`.
 //! For: [`WebGpuDevice`](super::WebGpuDevice).
 //! Invariant: how a token's keys are cut into ranges depends on its position alone.
 //!
@@ -19,6 +20,9 @@ use crate::{KernelError, ops::Attention, quant::ACTIVATION_BLOCK};
 
 /// The ranges of keys.
 pub static ATTENTION: Source = Source { name: "attention.wgsl", text: include_str!("../../wgsl/attention.wgsl") };
+/// Prompts by tiles in registers.
+pub static TILES: Source =
+    Source { name: "attention_tiles.wgsl", text: include_str!("../../wgsl/attention_tiles.wgsl") };
 /// Prompts by tensor cores.
 pub static COOPERATIVE: Source =
     Source { name: "attention_cooperative.wgsl", text: include_str!("../../wgsl/attention_cooperative.wgsl") };
@@ -33,10 +37,14 @@ const KEYS: u32 = 128;
 const RANGE_KEYS: usize = 128;
 /// Tokens of a prompt that share an item, without tensor cores.
 const PREFILL_TOKENS: usize = 4;
-/// Tokens of a sequence from which on tensor cores pay.
-const LEAST_MATRIX_TOKENS: usize = 8;
-/// The largest head of tensor cores: a subgroup holds 16 rows of its queries and of its sums.
-const MAX_MATRIX_HEAD: usize = 128;
+/// Tokens of a sequence from which on tiles and tensor cores pay.
+const LEAST_TILE_TOKENS: usize = 8;
+/// The largest head of them: its sums stay in registers.
+const MAX_TILE_HEAD: usize = 128;
+/// Rows of a workgroup of `attention_tiles.wgsl`, its threads, and groups of a head that it takes at a time.
+const TILE_ROWS: usize = 64;
+const TILE_THREADS: u32 = 128;
+const TILE_CHUNK: usize = 8;
 /// No partial sums.
 const NONE: u32 = u32::MAX;
 
@@ -76,19 +84,13 @@ pub struct MatrixShape {
     pub teams: u32,
     /// Keys of a tile.
     pub keys: u32,
-    /// Whether values lie in workgroup memory by columns.
-    pub is_turned: bool,
 }
 
 impl MatrixShape {
     /// Rows of a subgroup.
     const TEAM_ROWS: u32 = 16;
     /// The fastest on an H200, and one that Metal's workgroup memory holds.
-    pub const ALL: [Self; 3] = [
-        Self { edge: 16, teams: 8, keys: 32, is_turned: true },
-        Self { edge: 16, teams: 8, keys: 32, is_turned: false },
-        Self { edge: 8, teams: 4, keys: 32, is_turned: false },
-    ];
+    pub const ALL: [Self; 2] = [Self { edge: 16, teams: 8, keys: 32 }, Self { edge: 8, teams: 4, keys: 32 }];
 
     fn rows(self) -> usize {
         (self.teams * Self::TEAM_ROWS) as usize
@@ -97,7 +99,7 @@ impl MatrixShape {
 
 /// Whether tensor cores compute prompts for caches of a type and heads of a size: they have 16 bits.
 pub fn has_matrices(dtype: Dtype, head_dim: usize) -> bool {
-    dtype != Dtype::F32 && head_dim.is_multiple_of(16) && head_dim <= MAX_MATRIX_HEAD
+    dtype != Dtype::F32 && head_dim.is_multiple_of(16) && head_dim <= MAX_TILE_HEAD
 }
 
 /// Who computes the tokens of an item.
@@ -105,8 +107,10 @@ pub fn has_matrices(dtype: Dtype, head_dim: usize) -> bool {
 pub enum Work {
     /// One token.
     Decode,
-    /// A few tokens of a prompt.
+    /// A few tokens of a prompt, with heads that are too large for the others.
     Prefill,
+    /// Many tokens of a prompt, by tiles in registers.
+    Tiles,
     /// Many tokens of a prompt, by tensor cores.
     Matrices(MatrixShape),
 }
@@ -116,7 +120,12 @@ impl Work {
     fn of_prompts(gpu: &Gpu, call: &Attention<'_>, cache: &WebGpuKvCache) -> Self {
         let shape = gpu.options().attention_shape;
         let fits = gpu.matrix_edge().is_some() && has_matrices(cache.dtype(), call.head_dim);
-        shape.filter(|_| fits).map_or(Self::Prefill, Self::Matrices)
+        shape.filter(|_| fits).map_or(Self::of_plain_prompts(call.head_dim), Self::Matrices)
+    }
+
+    /// How they are without tensor cores.
+    pub fn of_plain_prompts(head_dim: usize) -> Self {
+        if head_dim <= MAX_TILE_HEAD { Self::Tiles } else { Self::Prefill }
     }
 
     /// Query heads that share a workgroup.
@@ -124,7 +133,7 @@ impl Work {
         // Queries and scores stay in workgroup memory.
         let most = match (self, head_dim) {
             // Rows that are no query head's are multiplied in vain.
-            (Self::Matrices(_), _) => return 1 << group_size.trailing_zeros().min(3),
+            (Self::Matrices(_) | Self::Tiles, _) => return 1 << group_size.trailing_zeros().min(3),
             (Self::Prefill, 257..) => 1,
             (Self::Prefill, 129..) => 2,
             (Self::Prefill, _) | (Self::Decode, 257..) => 4,
@@ -138,21 +147,26 @@ impl Work {
         match self {
             Self::Decode => 1,
             Self::Prefill => PREFILL_TOKENS,
+            Self::Tiles => TILE_ROWS / self.query_heads(head_dim, group_size),
             Self::Matrices(shape) => shape.rows() / self.query_heads(head_dim, group_size),
         }
     }
 
     /// Tokens below which a sequence is computed token by token.
     fn least_tokens(self) -> usize {
-        if matches!(self, Self::Matrices(_)) { LEAST_MATRIX_TOKENS } else { PREFILL_TOKENS }
+        if self == Self::Prefill { PREFILL_TOKENS } else { LEAST_TILE_TOKENS }
     }
 
     fn source(self) -> &'static Source {
-        if matches!(self, Self::Matrices(_)) { &COOPERATIVE } else { &ATTENTION }
+        match self {
+            Self::Decode | Self::Prefill => &ATTENTION,
+            Self::Tiles => &TILES,
+            Self::Matrices(_) => &COOPERATIVE,
+        }
     }
 }
 
-/// What decides the variant of `attention.wgsl` and `attention_cooperative.wgsl` beside the cache.
+/// What decides the variant of `attention.wgsl`, `attention_tiles.wgsl` and `attention_cooperative.wgsl` beside the cache.
 #[derive(Clone, Copy, Debug)]
 pub struct Variant {
     /// Elements of a head.
@@ -167,14 +181,12 @@ pub struct Variant {
     pub make_blocks: bool,
     /// Whether the adapter computes with f16.
     pub has_f16: bool,
-    /// Threads that share a key of one token: 1, 2 or 4.
-    pub split: u32,
 }
 
 impl Variant {
     /// The source and its options for a cache.
     pub fn of_cache(self, dtype: Dtype, is_parted: bool) -> (&'static Source, Options) {
-        let Self { head_dim, block_size, group_size, work, make_blocks, has_f16, split } = self;
+        let Self { head_dim, block_size, group_size, work, make_blocks, has_f16 } = self;
         let mut options = kv_cache::options(dtype, is_parted).to_vec();
         let is_native = u32::from(has_f16 && dtype == Dtype::F16);
         options.extend([
@@ -186,7 +198,7 @@ impl Variant {
             ("GROUP", work.query_heads(head_dim, group_size) as u32),
         ]);
         match work {
-            Work::Matrices(MatrixShape { edge, teams, keys, is_turned }) => options.extend([
+            Work::Matrices(MatrixShape { edge, teams, keys }) => options.extend([
                 ("F16", 1),
                 ("COOPERATIVE", 1),
                 ("SMALL", u32::from(edge == 8)),
@@ -194,16 +206,17 @@ impl Variant {
                 ("ROW_TILES", MatrixShape::TEAM_ROWS / edge),
                 ("KEY_TILES", keys / edge),
                 ("HEAD_TILES", head_dim as u32 / edge),
-                ("TURNED", u32::from(is_turned)),
                 ("LANE_KEYS", keys * MatrixShape::TEAM_ROWS / 32),
+            ]),
+            Work::Tiles => options.extend([
+                ("F16", is_native),
+                ("THREADS", TILE_THREADS),
+                ("STEPS", head_dim.div_ceil(4 * TILE_CHUNK) as u32),
             ]),
             Work::Decode | Work::Prefill => options.extend([
                 ("F16", is_native),
-                ("THREADS", KEYS * if work == Work::Decode { split } else { 1 }),
+                ("THREADS", KEYS),
                 ("TOKENS", work.tokens(head_dim, group_size) as u32),
-                ("SPLIT", if work == Work::Decode { split } else { 1 }),
-                // Where a cache's elements are multiplied as they are.
-                ("HALVES", is_native * u32::from(work == Work::Prefill)),
             ]),
         }
         (work.source(), options)
@@ -292,8 +305,7 @@ pub(super) fn push(
     for (items, work) in staged.items.iter().zip(staged.work) {
         let Some((items, num_items)) = items else { continue };
         let (block_size, has_f16) = (cache.spec().block_size, commands.gpu().has_f16());
-        let split = commands.gpu().options().attention_split;
-        let variant = Variant { head_dim, block_size, group_size, work, make_blocks, has_f16, split };
+        let variant = Variant { head_dim, block_size, group_size, work, make_blocks, has_f16 };
         let (source, options) = variant.of_cache(cache.dtype(), cache.is_parted());
         let pipeline = commands.gpu().pipeline(source, &options)?;
         let mut cached = cache.layer(call.layer);

@@ -34,7 +34,7 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 pub const PARAMETER_BYTES: u32 = 64;
 
 /// Edges of the matrices of tensor cores that shaders are written for, and the workgroup memory that these take.
-const MATRICES: [(u32, u32); 2] = [(16, 45 << 10), (8, 25 << 10)];
+const MATRICES: [(u32, u32); 2] = [(16, 45 << 10), (8, 26 << 10)];
 
 /// Which tensor cores are used.
 #[derive(Clone, Copy, Debug)]
@@ -58,8 +58,6 @@ pub struct GpuOptions {
     pub matrices: Matrices,
     /// Shape of attention by tensor cores; `None`: it does without.
     pub attention_shape: Option<MatrixShape>,
-    /// Threads that share a key where one token attends: 1, 2 or 4.
-    pub attention_split: u32,
     /// Most threads that share a row of a norm.
     pub norm_threads: u32,
     /// Parameters as immediates, where the adapter has them; else they are uniforms.
@@ -75,7 +73,6 @@ impl Default for GpuOptions {
             use_f16: true,
             matrices: Matrices::OfAdapter,
             attention_shape: None,
-            attention_split: 1,
             norm_threads: 512,
             use_immediates: true,
             max_binding_bytes: u64::MAX,

@@ -84,9 +84,7 @@ fn attention_variants() -> Vec<Variant> {
             {
                 for has_f16 in [false, true] {
                     let block_size = 32;
-                    let split = 1;
-                    let variant =
-                        attention::Variant { head_dim, block_size, group_size, work, make_blocks, has_f16, split };
+                    let variant = attention::Variant { head_dim, block_size, group_size, work, make_blocks, has_f16 };
                     variants.push(variant.of_cache(dtype, is_parted));
                 }
             }
@@ -103,7 +101,8 @@ fn attention_variants() -> Vec<Variant> {
 fn works(dtype: Dtype, head_dim: usize) -> impl Iterator<Item = attention::Work> {
     let matrices = attention::MatrixShape::ALL.into_iter().map(attention::Work::Matrices);
     let has_matrices = attention::has_matrices(dtype, head_dim);
-    [attention::Work::Decode, attention::Work::Prefill].into_iter().chain(matrices.filter(move |_| has_matrices))
+    let plain = attention::Work::of_plain_prompts(head_dim);
+    [attention::Work::Decode, plain].into_iter().chain(matrices.filter(move |_| has_matrices))
 }
 
 /// Sizes of a head and of a group, the largest of each kind of workgroup among them.
