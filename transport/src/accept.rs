@@ -161,8 +161,14 @@ impl Gate {
             Self::Http(Some(clients)) => (clients.http(), Security::Client),
             _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "it speaks TLS where nobody does")),
         };
-        let stream = Stream::secured(start.into_stream(config).await?);
-        Ok((stream, Peer { address, security }))
+        match start.into_stream(config).into_fallible().await {
+            Ok(stream) => Ok((Stream::secured(stream), Peer { address, security })),
+            Err((error, stream)) => {
+                // What is wrong has been said in an alert.
+                hear_out(stream).await;
+                Err(error)
+            }
+        }
     }
 }
 
@@ -170,12 +176,20 @@ impl Gate {
 async fn turn_away(mut stream: TcpStream, is_http2: bool) {
     let farewell = async {
         stream.write_all(if is_http2 { HTTP2_REFUSAL } else { HTTP1_REFUSAL }).await?;
-        stream.shutdown().await?;
-        // A connection that is closed with bytes unread is reset, and the answer lost.
-        let mut bytes = [0; 1024];
-        while stream.read(&mut bytes).await? > 0 {}
+        hear_out(stream).await;
         io::Result::Ok(())
     };
     // Whoever does not listen stays without an answer.
     let _ = tokio::time::timeout(FAREWELL_TIMEOUT, farewell).await;
+}
+
+/// Ends a connection so that the last words arrive: one that is closed with bytes unread is reset, and they are lost.
+async fn hear_out(mut stream: TcpStream) {
+    let rest = async {
+        stream.shutdown().await?;
+        let mut bytes = [0; 1024];
+        while stream.read(&mut bytes).await? > 0 {}
+        io::Result::Ok(())
+    };
+    let _ = tokio::time::timeout(FAREWELL_TIMEOUT, rest).await;
 }

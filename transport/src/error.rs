@@ -66,6 +66,9 @@ pub fn explain(error: &(dyn Error + 'static)) -> Option<String> {
     let mut cause = Some(error);
     while let Some(error) = cause {
         let inner = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
+        if let Some(alert) = inner.and_then(|inner| alert_in(&inner.to_string())) {
+            return Some(words(&alert));
+        }
         let inner = inner.and_then(|inner| inner.downcast_ref::<rustls::Error>());
         if let Some(error) = error.downcast_ref::<rustls::Error>().or(inner) {
             return Some(words(error));
@@ -77,6 +80,19 @@ pub fn explain(error: &(dyn Error + 'static)) -> Option<String> {
         cause = error.source();
     }
     None
+}
+
+/// The alert that an error's text tells of: of an error of its connection HTTP/2 keeps the text alone.
+fn alert_in(text: &str) -> Option<rustls::Error> {
+    let name = text.strip_prefix("received fatal alert: ")?;
+    let known = [
+        AlertDescription::CertificateRequired,
+        AlertDescription::UnknownCA,
+        AlertDescription::DecryptError,
+        AlertDescription::CertificateExpired,
+        AlertDescription::NoApplicationProtocol,
+    ];
+    known.into_iter().find(|alert| format!("{alert:?}") == name).map(rustls::Error::AlertReceived)
 }
 
 fn words(error: &rustls::Error) -> String {

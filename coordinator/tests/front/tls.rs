@@ -133,6 +133,27 @@ async fn nobody_else_gets_in() {
 }
 
 #[tokio::test]
+async fn a_client_without_a_certificate_is_told_so() {
+    let certificates = Certificates::new();
+    let client_tls = TlsFiles {
+        ca: certificates.folder.files("ca", Some(&certificates.clients), None).unwrap().ca,
+        ..certificates.server()
+    };
+    let coordinator =
+        Coordinator::start(CoordinatorConfig { client_tls: Some(client_tls), ..certificates.config() }).await;
+    // Each time: the reason must not be lost with the connection.
+    for _ in 0..20 {
+        let channel = channel(coordinator.grpc, certificates.client(&certificates.clients));
+        let refused = InferenceClient::new(channel).list_models(v1::ListModelsRequest {}).await.unwrap_err();
+        assert_eq!(
+            explain(&refused).as_deref(),
+            Some("the other end demands a certificate of this one"),
+            "{refused:?}"
+        );
+    }
+}
+
+#[tokio::test]
 async fn certificates_change_under_a_running_stream() {
     let certificates = Certificates::new();
     let (coordinator, workers, client) = secured(&certificates).await;

@@ -211,17 +211,12 @@ impl ServerArgs {
             .keep_alive_timeout(PING_TIMEOUT)
             .keep_alive_while_idle(true);
         let shows_none = self.tls_cert.is_none() && self.own_server.is_none();
-        // The refusal of a client without a certificate is lost with the connection, when the server resets it.
-        let closed = if is_secured && shows_none {
-            "it closed the connection, as it does if it demands a certificate (--tls-cert, --tls-key)"
-        } else {
-            "it closed the connection"
-        };
+        let hint = if is_secured && shows_none { " (--tls-cert, --tls-key)" } else { "" };
         let in_words =
             |error: tonic::transport::Error| explain(&error).map_or_else(|| error.into(), |reason| anyhow!(reason));
         let reached = async {
             let channel = endpoint.connect_with_connector(connector).await.map_err(in_words)?;
-            is_there(channel.clone(), closed).await?;
+            is_there(channel.clone(), hint).await?;
             anyhow::Ok(channel)
         };
         reached.await.with_context(|| format!("cannot reach a coordinator at {address}"))
@@ -229,13 +224,20 @@ impl ServerArgs {
 }
 
 /// Asks for anything: a stopped process has its connections accepted by the system, and with TLS 1.3 a server refuses a
-/// certificate after the handshake. `closed` says what it means that the connection ends without an answer.
-async fn is_there(channel: Channel, closed: &'static str) -> anyhow::Result<()> {
+/// certificate, or that there is none, after the handshake. `hint` says how to show one.
+async fn is_there(channel: Channel, hint: &str) -> anyhow::Result<()> {
     let mut health = HealthClient::new(channel);
     match tokio::time::timeout(ANSWER_TIMEOUT, health.check(HealthCheckRequest::default())).await {
         Err(_) => Err(anyhow!("it does not answer")),
         Ok(Err(status)) if is_made_up(&status) => {
-            Err(explain(&status).map_or_else(|| anyhow!(closed), |reason| anyhow!(reason)))
+            // Whoever stands between may swallow the reason.
+            let lost = || {
+                format!(
+                    "it closed the connection{}",
+                    if hint.is_empty() { "" } else { ", perhaps for want of a certificate" }
+                )
+            };
+            Err(anyhow!("{}{hint}", explain(&status).unwrap_or_else(lost)))
         }
         Ok(_) => Ok(()),
     }
