@@ -15,7 +15,13 @@ use axum::{
 use lockstep_proto::v1::{admin_server::AdminServer, inference_server::InferenceServer};
 use tonic::{Status, server::NamedService};
 
-use super::{admin::AdminService, grpc::InferenceService, intake::Intake, openai::error::ApiError};
+use super::{
+    admin::AdminService,
+    arrival::{self, MESSAGE_TIMEOUT},
+    grpc::InferenceService,
+    intake::Intake,
+    openai::error::ApiError,
+};
 use crate::{error::RequestError, tenants::Tenant};
 
 /// The tenant that calls.
@@ -65,9 +71,11 @@ async fn pass_grpc(State(intake): State<Intake>, mut request: Request, next: Nex
     let is_admin = service == AdminServer::<AdminService>::NAME;
     if is_admin || service == InferenceServer::<InferenceService>::NAME {
         match caller(&intake, request.headers(), is_admin) {
-            Ok(caller) => request.extensions_mut().insert(caller),
+            Ok(caller) => drop(request.extensions_mut().insert(caller)),
             Err(error) => return Status::from(error).into_http(),
-        };
+        }
+        // Each of their calls has one message.
+        request = request.map(|body| arrival::in_time(body, MESSAGE_TIMEOUT));
     }
     next.run(request).await
 }

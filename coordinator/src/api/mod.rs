@@ -8,6 +8,7 @@
 //! - [`admin`], [`status`], [`page`]: orders and what operators see. [`browser`]: a model in the visitor's browser. [`health`], [`http`]: probes, metrics.
 
 pub mod admin;
+pub mod arrival;
 pub mod attempt;
 pub mod auth;
 pub mod browser;
