@@ -43,6 +43,20 @@ impl Admission {
         Self { permits: semaphore(), spare: semaphore(), is_closed: Arc::default(), limit }
     }
 
+    /// Checks that so many sequences could ever run at once: those of one request start together.
+    ///
+    /// # Errors
+    /// [`RequestError::Invalid`] with both numbers.
+    pub fn check_count(&self, num_sequences: usize) -> Result<(), RequestError> {
+        if num_sequences <= self.limit {
+            return Ok(());
+        }
+        let limit = self.limit;
+        let problem =
+            format!("with all prompts makes {num_sequences} choices at once; this server runs at most {limit}");
+        Err(RequestError::invalid("n", problem))
+    }
+
     /// Admits a request of a tenant.
     ///
     /// # Errors
@@ -101,6 +115,9 @@ mod tests {
         let (first, _second) = (enter().unwrap(), enter().unwrap());
         assert!(matches!(enter(), Err(RequestError::Overloaded { limit: 2 })));
         assert_eq!((admission.num_running(), tenant.in_use().num_running), (2, 2));
+        assert!(admission.check_count(2).is_ok());
+        let refused = admission.check_count(3).unwrap_err().to_string();
+        assert_eq!(refused, "n: with all prompts makes 3 choices at once; this server runs at most 2");
         drop(first);
         assert_eq!((admission.num_running(), tenant.in_use().num_running), (1, 1));
         admission.close();

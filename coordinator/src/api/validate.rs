@@ -73,7 +73,7 @@ pub fn check_chat(chat: &v1::Chat) -> Result<(), RequestError> {
 /// Checks the length of a prompt and returns the sampling parameters with every default that workers rely on.
 ///
 /// # Errors
-/// [`RequestError::Invalid`] if nothing can be generated after a prompt of `prompt_tokens`.
+/// [`RequestError::Invalid`] if nothing, or not all that is asked for, can be generated after a prompt of `prompt_tokens`.
 pub fn complete_sampling(
     sampling: Option<v1::SamplingParams>,
     prompt_tokens: usize,
@@ -89,7 +89,13 @@ pub fn complete_sampling(
     }
     let room = u32::try_from(max_sequence_tokens - prompt_tokens).unwrap_or(u32::MAX);
     let mut sampling = sampling.unwrap_or_default();
-    sampling.max_tokens = Some(sampling.max_tokens.map_or(room, |wanted| wanted.min(room)));
+    let wanted = *sampling.max_tokens.get_or_insert(room);
+    if wanted > room {
+        let problem = format!(
+            "is {wanted} after a prompt of {prompt_tokens} tokens, the model serves {max_sequence_tokens} together: at most {room}"
+        );
+        return Err(RequestError::invalid("sampling.max_tokens", problem));
+    }
     sampling.seed.get_or_insert_with(|| seed_of(request_id));
     Ok(sampling)
 }
@@ -212,8 +218,12 @@ mod tests {
         assert_eq!(sampling.max_tokens, Some(6));
         assert_eq!(sampling.seed, complete_sampling(None, 4, 10, "id").unwrap().seed);
         assert_ne!(sampling.seed, complete_sampling(None, 4, 10, "other").unwrap().seed);
-        let wanted = v1::SamplingParams { max_tokens: Some(100), seed: Some(7), ..Default::default() };
-        let sampling = complete_sampling(Some(wanted), 4, 10, "id").unwrap();
+        let wanted =
+            |max_tokens| v1::SamplingParams { max_tokens: Some(max_tokens), seed: Some(7), ..Default::default() };
+        let sampling = complete_sampling(Some(wanted(6)), 4, 10, "id").unwrap();
         assert_eq!((sampling.max_tokens, sampling.seed), (Some(6), Some(7)));
+        let error = complete_sampling(Some(wanted(7)), 4, 10, "id").unwrap_err().to_string();
+        let expected = "is 7 after a prompt of 4 tokens, the model serves 10 together: at most 6";
+        assert_eq!(error, format!("sampling.max_tokens: {expected}"));
     }
 }

@@ -258,9 +258,19 @@ async fn overload_and_waiting_say_when_to_try_again() {
     let mut settings = config("tensor=1", 1);
     settings.max_concurrent_requests = 2;
     let (coordinator, workers) = cluster(1, settings).await;
+    // What could never run is no overload.
     let answer = post(&coordinator, CHAT, &with(chat(1), json!({ "n": 3 }))).await;
+    assert_eq!((answer.status, &answer.json()["error"]["param"]), (400, &json!("n")), "{answer:?}");
+    let state = &workers[0].state;
+    slow(state);
+    let body = with(chat(400), json!({ "stream": true })).to_string();
+    let running = send(&coordinator, "POST", CHAT, "application/json", body.as_bytes()).await;
+    eventually("running", || state.num_running.load(Ordering::SeqCst) == 1).await;
+    let answer = post(&coordinator, CHAT, &with(chat(1), json!({ "n": 2 }))).await;
     assert_eq!((answer.status, &answer.json()["error"]["code"]), (429, &json!("overloaded")), "{answer:?}");
     assert!(answer.head.contains("retry-after: 1") && answer.head.contains("retry-after-ms: 500"), "{answer:?}");
+    drop(running);
+    eventually("cancelling", || state.num_cancelled.load(Ordering::SeqCst) == 1).await;
     assert_eq!(post(&coordinator, CHAT, &with(chat(1), json!({ "n": 2 }))).await.status, 200);
     let metrics = get(&coordinator, "/metrics").await.body;
     assert!(metrics.contains("requests_total{outcome=\"overloaded\"} 1"), "{metrics}");

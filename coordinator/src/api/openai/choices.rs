@@ -69,8 +69,10 @@ pub async fn start(
     samples: usize,
     times: Times,
 ) -> Result<(Vec<Prepared>, Choices), RequestError> {
-    tenant.check_count(requests.len() * samples)?;
-    let permits = (0..requests.len() * samples).map(|_| intake.enter(tenant));
+    let count = requests.len() * samples;
+    tenant.check_count(count)?;
+    intake.admission.check_count(count)?;
+    let permits = (0..count).map(|_| intake.enter(tenant));
     let mut permits = permits.collect::<Result<Vec<_>, _>>()?;
     let mut prompts = Vec::with_capacity(requests.len());
     for request in requests {
