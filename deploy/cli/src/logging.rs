@@ -54,28 +54,59 @@ impl LogSettings {
 struct TraceSettings {
     /// OTLP collector that coordinators and workers send traces to over gRPC, such as http://localhost:4317; https:// speaks
     /// TLS, and OTEL_EXPORTER_OTLP_HEADERS says what a collector demands besides [default: none]
-    #[arg(long = "otlp-endpoint", global = true, env = "OTEL_EXPORTER_OTLP_ENDPOINT", value_name = "URL")]
+    #[arg(
+        long = "otlp-endpoint",
+        global = true,
+        hide_short_help = true,
+        env = "OTEL_EXPORTER_OTLP_ENDPOINT",
+        value_name = "URL"
+    )]
     endpoint: Option<String>,
     /// Certificates of the authorities that the collector's may come from, PEM [default, with https: the system's]
-    #[arg(long = "otlp-ca", global = true, env = "OTEL_EXPORTER_OTLP_CERTIFICATE", value_name = "FILE")]
+    #[arg(
+        long = "otlp-ca",
+        global = true,
+        hide_short_help = true,
+        env = "OTEL_EXPORTER_OTLP_CERTIFICATE",
+        value_name = "FILE"
+    )]
     ca: Option<PathBuf>,
     /// Certificate to show to a collector that demands one, PEM
-    #[arg(long = "otlp-cert", global = true, env = "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE", value_name = "FILE")]
+    #[arg(
+        long = "otlp-cert",
+        global = true,
+        hide_short_help = true,
+        env = "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE",
+        value_name = "FILE"
+    )]
     cert: Option<PathBuf>,
     /// Its private key, PEM
-    #[arg(long = "otlp-key", global = true, env = "OTEL_EXPORTER_OTLP_CLIENT_KEY", value_name = "FILE")]
+    #[arg(
+        long = "otlp-key",
+        global = true,
+        hide_short_help = true,
+        env = "OTEL_EXPORTER_OTLP_CLIENT_KEY",
+        value_name = "FILE"
+    )]
     key: Option<PathBuf>,
     /// Share of the requests that are traced, 0 to 1, of those whose client does not say
     #[arg(
         long = "trace-ratio",
         global = true,
+        hide_short_help = true,
         env = "OTEL_TRACES_SAMPLER_ARG",
         value_name = "RATIO",
         default_value_t = 1.0
     )]
     ratio: f64,
     /// Name of the service in traces [default: lockstep-coordinator, lockstep-worker]
-    #[arg(long = "service-name", global = true, env = "OTEL_SERVICE_NAME", value_name = "NAME")]
+    #[arg(
+        long = "service-name",
+        global = true,
+        hide_short_help = true,
+        env = "OTEL_SERVICE_NAME",
+        value_name = "NAME"
+    )]
     service: Option<String>,
 }
 

@@ -110,7 +110,14 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let settings = settings::layered(&args.settings, args.config.as_deref(), "worker")?;
     let mut config = settings.into_config()?;
     config.devices.reason = args.device_reason;
-    tracing::info!(?config, "starting a worker");
+    let registry = match &config.registry {
+        RegistryAddress::Coordinator(address) => address.clone(),
+        RegistryAddress::Etcd(settings) => settings.endpoints.join(","),
+    };
+    let members = if config.cluster_tls.is_some() { "TLS" } else { "clear text" };
+    let (worker_id, advertise_host) = (&config.worker_id, &config.advertise_host);
+    tracing::info!(worker_id, registry, advertise_host, members, "starting a worker");
+    tracing::debug!(?config, "all settings");
     let shutdown = signals::shutdown_token(args.exit_on_stdin_close)?;
     Ok(lockstep_worker::run(config, shutdown).await?)
 }
