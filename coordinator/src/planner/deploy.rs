@@ -71,6 +71,7 @@ impl Reconciler {
                 secret,
                 rank_addresses,
                 leader_term: 0,
+                index: index as u32,
             };
             let replica = Arc::new(Replica::new(load, replica_plan.clone(), members, leader, index));
             model.replicas.push(Arc::clone(&replica));

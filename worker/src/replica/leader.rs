@@ -226,7 +226,7 @@ impl EngineThread {
             sequences: HashMap::new(),
             outputs: Vec::new(),
             status,
-            meter: EngineMeter::new(&spec.metrics, &spec.model, spec.replica),
+            meter: EngineMeter::new(&spec.metrics, &spec.model, spec.index),
             heart,
             steps: VecDeque::new(),
             traced: TracedSequences::new(spec),

@@ -71,6 +71,8 @@ pub struct ReplicaSpec {
     pub plan_epoch: u64,
     /// Index of the replica in its plan.
     pub replica: usize,
+    /// Its number among the live replicas of the model, of whatever plan: what metrics and traces name it by.
+    pub index: usize,
     /// Cut of this replica.
     pub plan: ReplicaPlan,
     /// Tokens in a KV block, and the other limits of the plan.

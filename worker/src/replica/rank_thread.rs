@@ -202,7 +202,7 @@ impl RankThread {
         let missing = || WorkerError::Mismatch(format!("it has no rank {rank}"));
         let (_, plan) = spec.plan.find_rank(*rank).ok_or_else(missing)?;
         let last_scratch = Arc::clone(&self.last_scratch);
-        Ok(RankMeter::new(&spec.metrics, &spec.model, spec.replica, plan, last_scratch))
+        Ok(RankMeter::new(&spec.metrics, &spec.model, spec.index, plan, last_scratch))
     }
 
     /// Meets the others first: then a peer that dies is noticed while this one loads.

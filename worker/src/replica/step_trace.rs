@@ -29,7 +29,7 @@ struct Traced {
 fn attributes_of(spec: &ReplicaSpec) -> Vec<KeyValue> {
     vec![
         KeyValue::new("gen_ai.request.model", spec.model.clone()),
-        KeyValue::new("lockstep.replica", spec.replica as i64),
+        KeyValue::new("lockstep.replica", spec.index as i64),
         KeyValue::new("lockstep.plan_epoch", spec.plan_epoch as i64),
     ]
 }

@@ -176,6 +176,7 @@ impl WorkerService {
             source: PathBuf::from(request.source),
             plan_epoch: request.plan_epoch,
             replica,
+            index: request.index as usize,
             plan: plan.replicas.swap_remove(replica),
             block_size: plan.block_size,
             max_sequence_tokens: plan.max_sequence_tokens,

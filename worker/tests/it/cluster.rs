@@ -152,6 +152,7 @@ fn spec(
         source: model.to_owned(),
         plan_epoch: 1,
         replica: 0,
+        index: 0,
         plan,
         block_size: 16,
         max_sequence_tokens: 1024,

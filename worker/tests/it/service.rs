@@ -148,6 +148,7 @@ impl Harness {
             secret: vec![7; 32],
             rank_addresses: vec![self.hello.rank_address.clone()],
             leader_term: 0,
+            index: replica,
         }
     }
 

@@ -44,6 +44,7 @@ fn spec() -> ReplicaSpec {
         source: PathBuf::new(),
         plan_epoch: 1,
         replica: 0,
+        index: 0,
         plan: ReplicaPlan { stages: vec![StagePlan { layers: 0..4, ranks: vec![rank] }], num_kv_blocks: 8 },
         block_size: 4,
         max_sequence_tokens: 32,

@@ -79,6 +79,7 @@ impl InProcessTarget {
             source: model.to_owned(),
             plan_epoch: 1,
             replica: 0,
+            index: 0,
             block_size: plan.block_size,
             max_sequence_tokens,
             max_num_sequences: plan.max_num_sequences,
