@@ -76,12 +76,12 @@ fn main() {
     let options =
         PlanOptions { max_sequence_tokens: Some(stub::MODEL_TOKENS), max_num_sequences: 1, ..PlanOptions::default() };
     let num_streams = setting("ROUTER_STREAMS", 5000) as usize;
-    let config = CoordinatorConfig {
-        plan_options: options,
+    let mut config = CoordinatorConfig {
         max_concurrent_requests: num_streams.max(4096),
         lease: ALL_DAY,
         ..stub::config("tensor=1", 1)
     };
+    config.model.as_mut().unwrap().plan_options = options;
     let coordinator = theirs.block_on(stub::Coordinator::start(config));
     ours.block_on(async {
         let worker = stub::StubWorker::start("w0", coordinator.grpc).await;

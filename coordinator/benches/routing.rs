@@ -46,7 +46,13 @@ fn model(num_replicas: usize) -> ServedModel {
         unused_devices: Vec::new(),
     };
     ServedModel {
-        spec: ModelSpec { name: "m".into(), source: "m.gguf".into(), policy: Policy::AUTO, min_workers: 1 },
+        spec: ModelSpec {
+            name: "m".into(),
+            source: "m.gguf".into(),
+            policy: Policy::AUTO,
+            min_workers: 1,
+            plan_options: options,
+        },
         description: None,
         plan: Some(Arc::new(plan)),
         plan_epoch: 1,

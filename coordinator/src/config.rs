@@ -19,8 +19,13 @@ pub struct CoordinatorConfig {
     pub etcd: Option<EtcdSettings>,
     /// Model to load at start.
     pub model: Option<ModelSpec>,
-    /// Sizes that plans leave room for.
+    /// Of these settings: where coordinators share a registry and want a model otherwise, the higher one counts, of equal
+    /// ones the coordinator that was started last.
+    pub settings_revision: u64,
+    /// Sizes that plans of models leave room for that are loaded by an order.
     pub plan_options: PlanOptions,
+    /// Workers that came have to stay so long before a model that is served is planned anew to use them; `None`: it never is.
+    pub replan_delay: Option<Duration>,
     /// A worker is lost when no heartbeat came for so long.
     pub lease: Duration,
     /// Most requests in the coordinator at once; one more is refused as overloaded.
@@ -54,4 +59,6 @@ pub struct ModelSpec {
     pub policy: Policy,
     /// Make the first plan only when so many workers are there.
     pub min_workers: usize,
+    /// Sizes that plans leave room for.
+    pub plan_options: PlanOptions,
 }

@@ -282,6 +282,7 @@ mod tests {
             source: "m.gguf".into(),
             policy: lockstep_sharding::Policy::AUTO,
             min_workers: 1,
+            plan_options: lockstep_sharding::PlanOptions::default(),
         };
         let model = ServedModel {
             spec,

@@ -202,6 +202,8 @@ pub struct Replica {
     pub members: Vec<Member>,
     /// The leader's service.
     pub leader: WorkerClient<Channel>,
+    /// When this coordinator planned it, or heard of it.
+    pub planned_at: Instant,
     /// Progress of loading, bytes.
     pub loaded_bytes: AtomicU64,
     /// Bytes to load.
@@ -236,6 +238,7 @@ impl Replica {
             load,
             members,
             leader,
+            planned_at: Instant::now(),
             loaded_bytes: AtomicU64::new(0),
             total_bytes: AtomicU64::new(0),
             state: watch::Sender::new(ReplicaState::Loading),
@@ -278,12 +281,12 @@ impl Replica {
         }
     }
 
-    /// Whether one of its workers drains: another replica has to take its place.
+    /// Whether another replica is to take its place: one of its workers drains, or its plan is superseded.
     pub fn is_leaving(&self) -> bool {
         self.is_leaving.load(Ordering::Relaxed)
     }
 
-    /// Notes that one of its workers drains.
+    /// Notes that another replica is to take its place.
     pub fn leave(&self) {
         self.is_leaving.store(true, Ordering::Relaxed);
     }

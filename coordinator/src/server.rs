@@ -58,7 +58,8 @@ pub async fn run(
     let cluster = Cluster::start(&config, security.outbound(), &tenants, &closing)?;
     let planner_config = PlannerConfig {
         model: config.model.clone(),
-        plan_options: config.plan_options,
+        settings_revision: config.settings_revision,
+        replan_delay: config.replan_delay,
         drain_timeout: config.drain_timeout,
         outbound: security.outbound(),
     };
@@ -88,6 +89,7 @@ pub async fn run(
         store: cluster.store.clone(),
         router: router.clone(),
         planner,
+        plan_options: config.plan_options,
     };
     let routes = Routes::new(health_service)
         .add_service(v1::inference_server::InferenceServer::new(inference).max_decoding_message_size(MAX_REQUEST_BYTES))

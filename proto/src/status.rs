@@ -11,6 +11,22 @@ const REASON_KEY: &str = "lockstep-reason";
 /// Metadata key of the retry hint, milliseconds.
 const RETRY_AFTER_KEY: &str = "lockstep-retry-after-ms";
 
+/// Metadata key of the worker that could not be reached.
+const UNREACHABLE_KEY: &str = "lockstep-unreachable-worker-bin";
+
+/// The status of a worker that could not reach another one.
+pub fn unreachable(message: impl Into<String>, worker_id: &str) -> Status {
+    let mut status = Class::WorkerLost.status(message);
+    status.metadata_mut().insert_bin(UNREACHABLE_KEY, MetadataValue::from_bytes(worker_id.as_bytes()));
+    status
+}
+
+/// The worker that could not be reached, if the status names one.
+pub fn unreachable_worker(status: &Status) -> Option<String> {
+    let bytes = status.metadata().get_bin(UNREACHABLE_KEY)?.to_bytes().ok()?;
+    String::from_utf8(bytes.to_vec()).ok()
+}
+
 /// What kind of failure a request met.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Class {
@@ -130,5 +146,8 @@ mod tests {
         }
         let overloaded = Class::Overloaded.status_with_retry("full", std::time::Duration::from_millis(250));
         assert_eq!(Class::retry_after(&overloaded), Some(std::time::Duration::from_millis(250)));
+        let unreachable = super::unreachable("cut", "wörker");
+        assert_eq!(unreachable_worker(&unreachable).as_deref(), Some("wörker"));
+        assert_eq!((unreachable_worker(&overloaded), Class::of(&unreachable)), (None, Class::WorkerLost));
     }
 }

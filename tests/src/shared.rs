@@ -64,6 +64,8 @@ pub struct Members<'a> {
     pub policy: &'a str,
     /// Further arguments of the workers.
     pub worker_arguments: &'a [&'a str],
+    /// Further arguments of the coordinators.
+    pub coordinator_arguments: &'a [&'a str],
 }
 
 impl SharedCluster {
@@ -73,7 +75,10 @@ impl SharedCluster {
     /// With the log, if a process does not start.
     pub fn start(num_coordinators: usize, num_workers: usize, policy: &str) -> anyhow::Result<Self> {
         let min_workers = num_workers;
-        Self::start_members(Members { num_coordinators, num_workers, min_workers, policy, worker_arguments: &[] })
+        let (worker_arguments, coordinator_arguments) = (&[][..], &[][..]);
+        let sizes =
+            Members { num_coordinators, num_workers, min_workers, policy, worker_arguments, coordinator_arguments };
+        Self::start_members(sizes)
     }
 
     /// The same with what `members` says.
@@ -137,6 +142,7 @@ impl SharedCluster {
         arguments.push(format!("--min-workers={}", members.min_workers));
         arguments.push(format!("--policy={}", members.policy));
         arguments.push(format!("--coordinator-id=coordinator-{index}"));
+        arguments.extend(members.coordinator_arguments.iter().map(|&argument| argument.to_owned()));
         let child = self.spawn(node, &arguments)?;
         self.coordinators.push(Process { node, arguments, child });
         Ok(())
@@ -216,6 +222,17 @@ impl SharedCluster {
         }
         let child = self.spawn(node, &self.process(node)?.arguments)?;
         self.process_mut(node)?.child = child;
+        Ok(())
+    }
+
+    /// Gives a member the argument `name=value` in place of the one that it has, from its next start on.
+    ///
+    /// # Errors
+    /// If there is no such member.
+    pub fn set(&mut self, node: Node, name: &str, value: &str) -> anyhow::Result<()> {
+        let arguments = &mut self.process_mut(node)?.arguments;
+        arguments.retain(|argument| argument.split_once('=').is_none_or(|(other, _)| other != name));
+        arguments.push(format!("{name}={value}"));
         Ok(())
     }
 

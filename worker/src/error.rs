@@ -27,6 +27,14 @@ pub enum WorkerError {
         /// What happened.
         what: String,
     },
+    /// The replica cannot be loaded, since another of its workers does not answer or the path to it is cut.
+    #[error("{what}")]
+    Unreachable {
+        /// The other worker.
+        worker_id: String,
+        /// Which rank, and what happened.
+        what: String,
+    },
     /// The plan of the replica and the checkpoint (or this worker) do not belong together.
     #[error("the plan does not fit: {0}")]
     Mismatch(String),

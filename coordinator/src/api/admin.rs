@@ -8,7 +8,7 @@ use std::{
 
 use futures::{Stream, stream};
 use lockstep_proto::v1;
-use lockstep_sharding::{Parallelism, Policy};
+use lockstep_sharding::{Parallelism, PlanOptions, Policy};
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};
 
@@ -37,6 +37,8 @@ pub struct AdminService {
     pub router: Router,
     /// Obeys orders.
     pub planner: Planner,
+    /// Sizes that plans of models leave room for that are loaded here.
+    pub plan_options: PlanOptions,
 }
 
 #[tonic::async_trait]
@@ -66,7 +68,7 @@ impl v1::admin_server::Admin for AdminService {
         &self,
         request: Request<v1::LoadModelRequest>,
     ) -> Result<Response<Self::LoadModelStream>, Status> {
-        let spec = spec_of(request.into_inner())?;
+        let spec = spec_of(request.into_inner(), self.plan_options)?;
         let name = spec.name.clone();
         let is_new = self.planner.load(spec).await?;
         let (router, planner) = (self.router.clone(), self.planner.clone());
@@ -110,7 +112,7 @@ impl v1::admin_server::Admin for AdminService {
 }
 
 /// The model that a request asks for. It waits until there are devices enough for its policy.
-fn spec_of(request: v1::LoadModelRequest) -> Result<ModelSpec, RequestError> {
+fn spec_of(request: v1::LoadModelRequest, plan_options: PlanOptions) -> Result<ModelSpec, RequestError> {
     if request.source.is_empty() {
         return Err(RequestError::invalid("source", "is empty, expected a path on the workers"));
     }
@@ -128,7 +130,7 @@ fn spec_of(request: v1::LoadModelRequest) -> Result<ModelSpec, RequestError> {
             .parse()
             .map_err(|error: lockstep_sharding::PlanError| RequestError::invalid("policy", error.to_string()))?
     };
-    Ok(ModelSpec { name, source: request.source, policy, min_workers: 1 })
+    Ok(ModelSpec { name, source: request.source, policy, min_workers: 1, plan_options })
 }
 
 /// How far the model is; its problem as an error once an attempt failed.

@@ -99,7 +99,7 @@ impl Reconciler {
                 let outcome = worker_calls::load(Arc::clone(&loading), clients, request).await;
                 Event::Loaded { replica: loading, outcome }
             };
-            self.spawn(load, |problem| Event::Loaded { replica, outcome: Err(problem) });
+            self.spawn(load, |problem| Event::Loaded { replica, outcome: Err(problem.into()) });
         }
     }
 }

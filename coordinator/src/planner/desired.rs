@@ -1,9 +1,12 @@
-//! Orders where there are several coordinators: each changes what is desired, the one that leads sees to it.
-//! Invariant: a change is made to what was last read, and made again to what is there if another coordinator was faster.
+//! What is desired where there are several coordinators: each changes it, the one that leads sees to it.
+//! Invariants: a change is made to what was last read, and made again to what is there if another coordinator was faster.
+//! A coordinator says what its settings want once, when it first reaches the store: so one that goes on under older settings
+//! while others are replaced never puts them back, and between two the revision of the settings decides.
 
 use std::{sync::Arc, time::Duration};
 
 use lockstep_proto::v1;
+use lockstep_sharding::PlanOptions;
 use tokio::sync::watch;
 
 use crate::{
@@ -45,16 +48,15 @@ impl Desired {
     /// # Errors
     /// [`RequestError::ModelExists`], [`RequestError::Store`].
     pub async fn add(&self, spec: ModelSpec) -> Result<bool, RequestError> {
-        let wanted = desired_model(&spec, 0);
         let is_new = self
             .change(|models| match models.iter_mut().find(|model| model.name == spec.name) {
-                Some(model) if (v1::DesiredModel { attempt: 0, ..model.clone() }) == wanted => {
+                Some(model) if spec_of(model).as_ref() == Some(&spec) => {
                     model.attempt += 1;
                     Ok(false)
                 }
                 Some(_) => Err(RequestError::ModelExists { name: spec.name.clone() }),
                 None => {
-                    models.push(wanted.clone());
+                    models.push(desired_model(&spec, 0));
                     Ok(true)
                 }
             })
@@ -117,26 +119,22 @@ impl Desired {
         if has_served { Ok(()) } else { self.remove(name).await }
     }
 
-    /// Wants a model as soon as the store can be reached, unless its name is known there.
-    pub async fn ensure(&self, spec: ModelSpec) {
+    /// Wants the model of this coordinator's settings, and no other of earlier settings, as soon as the store can be reached.
+    pub async fn ensure(&self, spec: ModelSpec, revision: u64) {
         let mut state = self.store.watch();
-        loop {
-            let known = |state: &StoreState| state.desired.value.models.iter().find(|it| it.name == spec.name).cloned();
-            let Ok(known) = state.wait_for(StoreState::is_connected).await.map(|state| known(&state)) else {
-                return;
-            };
-            if let Some(difference) = known.as_ref().and_then(|known| difference(known, &spec)) {
-                tracing::warn!(
-                    model = spec.name,
-                    difference,
-                    "the model is desired otherwise than this coordinator's settings say: to have them count, unload it, \
-                     then start a coordinator with them"
-                );
-            }
-            let outcome = if known.is_some() { Ok(false) } else { self.add(spec.clone()).await };
-            match outcome {
-                Ok(is_new) => {
-                    tracing::info!(model = spec.name, is_new, "the model is desired");
+        while state.wait_for(StoreState::is_connected).await.is_ok() {
+            match self.change(|models| Ok(claim(models, &spec, revision))).await {
+                Ok(Claim::Made(changes)) => {
+                    tracing::info!(model = spec.name, revision, changes, "these settings are in force");
+                    return;
+                }
+                Ok(Claim::Outdated { newest }) => {
+                    tracing::warn!(
+                        model = spec.name,
+                        revision,
+                        newest,
+                        "these settings do not count: a coordinator with a higher settings revision was here"
+                    );
                     return;
                 }
                 Err(error) => tracing::warn!(model = spec.name, %error, "the model cannot be made known"),
@@ -172,28 +170,86 @@ impl Desired {
     }
 }
 
+/// What became of a coordinator's settings.
+#[derive(Debug, PartialEq, Eq)]
+enum Claim {
+    /// They are in force; what they changed, in words.
+    Made(String),
+    /// Those of a higher revision are.
+    Outdated { newest: u64 },
+}
+
+/// Puts settings into force: their model as they want it, and none of earlier settings. Models of orders stay.
+fn claim(models: &mut Vec<v1::DesiredModel>, spec: &ModelSpec, revision: u64) -> Claim {
+    let newest = models.iter().filter(|model| model.is_of_settings).map(|model| model.settings_revision).max();
+    if let Some(newest) = newest.filter(|newest| *newest > revision) {
+        return Claim::Outdated { newest };
+    }
+    let mut changes = Vec::new();
+    models.retain(|model| {
+        let is_kept = model.name == spec.name || !model.is_of_settings;
+        if !is_kept {
+            changes.push(format!("model {:?} is not wanted any more", model.name));
+        }
+        is_kept
+    });
+    let known = models.iter_mut().find(|model| model.name == spec.name);
+    let ours = v1::DesiredModel {
+        is_of_settings: true,
+        settings_revision: revision,
+        ..desired_model(spec, known.as_ref().map_or(0, |known| known.attempt))
+    };
+    match known {
+        Some(known) => {
+            changes.extend(difference(known, &ours));
+            *known = ours;
+        }
+        None => {
+            changes.push("it is new".to_owned());
+            models.push(ours);
+        }
+    }
+    Claim::Made(if changes.is_empty() { "none".to_owned() } else { changes.join("; ") })
+}
+
+/// What of a desired model changes; `None` if nothing does.
+fn difference(known: &v1::DesiredModel, ours: &v1::DesiredModel) -> Option<String> {
+    let fields = |model: &v1::DesiredModel| {
+        let limits = model.limits.map_or_else(|| "the defaults".to_owned(), |limits| format!("{limits:?}"));
+        [
+            ("model", model.source.clone()),
+            ("policy", model.policy.clone()),
+            ("min_workers", model.min_workers.to_string()),
+            ("limits", limits),
+        ]
+    };
+    let pairs = fields(known).into_iter().zip(fields(ours)).filter(|(known, ours)| known != ours);
+    let words: Vec<_> = pairs.map(|((field, known), (_, ours))| format!("{field} was {known}, is {ours}")).collect();
+    (!words.is_empty()).then(|| words.join("; "))
+}
+
 /// A desired model as it is kept.
 pub fn desired_model(spec: &ModelSpec, attempt: u64) -> v1::DesiredModel {
+    let options = spec.plan_options;
+    let wide = |number: Option<usize>| number.map(|number| number as u64);
+    let limits = v1::PlanLimits {
+        block_size: options.block_size as u64,
+        max_sequence_tokens: wide(options.max_sequence_tokens),
+        max_num_sequences: options.max_num_sequences as u64,
+        max_step_tokens: wide(options.max_step_tokens),
+        num_kv_blocks: wide(options.num_kv_blocks),
+    };
     v1::DesiredModel {
         name: spec.name.clone(),
         source: spec.source.clone(),
         policy: spec.policy.to_string(),
         min_workers: u32::try_from(spec.min_workers).unwrap_or(u32::MAX),
         attempt,
+        // The defaults need no words, whatever they are in the version that reads this.
+        limits: (options != PlanOptions::default()).then_some(limits),
+        is_of_settings: false,
+        settings_revision: 0,
     }
-}
-
-/// What of a desired model is in force and what `spec` says instead; `None` if that is the same.
-fn difference(known: &v1::DesiredModel, spec: &ModelSpec) -> Option<String> {
-    let ours = desired_model(spec, known.attempt);
-    let fields = [
-        ("model", known.source.clone(), ours.source),
-        ("policy", known.policy.clone(), ours.policy),
-        ("min_workers", known.min_workers.to_string(), ours.min_workers.to_string()),
-    ];
-    let differing = fields.iter().filter(|(_, known, ours)| known != ours);
-    let words: Vec<_> = differing.map(|(field, known, ours)| format!("{field} is {known}, not {ours}")).collect();
-    (!words.is_empty()).then(|| words.join("; "))
 }
 
 /// What is kept as a desired model; `None` if this version does not know its policy, and is to leave it alone.
@@ -203,7 +259,19 @@ pub fn spec_of(model: &v1::DesiredModel) -> Option<ModelSpec> {
         source: model.source.clone(),
         policy: model.policy.parse().ok()?,
         min_workers: model.min_workers as usize,
+        plan_options: model.limits.as_ref().map_or_else(PlanOptions::default, plan_options),
     })
+}
+
+fn plan_options(limits: &v1::PlanLimits) -> PlanOptions {
+    let narrow = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
+    PlanOptions {
+        block_size: narrow(limits.block_size),
+        max_sequence_tokens: limits.max_sequence_tokens.map(narrow),
+        max_num_sequences: narrow(limits.max_num_sequences),
+        max_step_tokens: limits.max_step_tokens.map(narrow),
+        num_kv_blocks: limits.num_kv_blocks.map(narrow),
+    }
 }
 
 #[cfg(test)]
@@ -234,18 +302,47 @@ mod tests {
         }
     }
 
+    fn spec(name: &str, min_workers: usize) -> ModelSpec {
+        let plan_options = PlanOptions { num_kv_blocks: Some(7), ..PlanOptions::default() };
+        ModelSpec { name: name.into(), source: "/m".into(), policy: "auto".parse().unwrap(), min_workers, plan_options }
+    }
+
     #[test]
-    fn settings_that_do_not_count_are_named() {
-        let spec = ModelSpec { name: "m".into(), source: "/m".into(), policy: "auto".parse().unwrap(), min_workers: 2 };
-        let known = desired_model(&spec, 3);
-        assert_eq!(difference(&known, &spec), None);
-        let said = difference(&known, &ModelSpec { min_workers: 1, source: "/n".into(), ..spec }).unwrap();
-        assert_eq!(said, "model is /m, not /n; min_workers is 2, not 1");
+    fn what_is_kept_is_what_was_wanted() {
+        let spec = spec("m", 2);
+        assert_eq!(spec_of(&desired_model(&spec, 3)), Some(spec.clone()));
+        let usual = ModelSpec { plan_options: PlanOptions::default(), ..spec };
+        assert_eq!(spec_of(&desired_model(&usual, 3)), Some(usual));
+    }
+
+    #[test]
+    fn settings_take_the_place_of_earlier_ones_and_no_others() {
+        let mut models = vec![desired_model(&spec("ordered", 1), 0)];
+        let made = |changes: &str| Claim::Made(changes.to_owned());
+        let names = |models: &[v1::DesiredModel]| {
+            models.iter().map(|model| (model.name.clone(), model.is_of_settings)).collect::<Vec<_>>()
+        };
+        assert_eq!(claim(&mut models, &spec("m", 2), 1), made("it is new"));
+        models[1].attempt = 3;
+        assert_eq!(claim(&mut models, &spec("m", 1), 1), made("min_workers was 2, is 1"), "who starts last counts");
+        assert_eq!((models[1].min_workers, models[1].attempt), (1, 3));
+        let first = spec("n", 1);
+        assert_eq!(claim(&mut models, &first, 2), made("model \"m\" is not wanted any more; it is new"));
+        assert_eq!(names(&models), [("ordered".into(), false), ("n".into(), true)]);
+        // One with older settings is started again.
+        let before = models.clone();
+        assert_eq!(claim(&mut models, &spec("m", 1), 1), Claim::Outdated { newest: 2 });
+        assert_eq!(models, before);
+        assert_eq!(claim(&mut models, &first, 3), made("none"));
+        assert_eq!(models[1].settings_revision, 3);
+        // From now on it belongs to the settings.
+        claim(&mut models, &spec("ordered", 1), 3);
+        assert_eq!(names(&models), [("ordered".into(), true)]);
     }
 
     #[tokio::test]
     async fn an_order_that_nobody_carries_out_is_not_waited_for() {
-        let spec = ModelSpec { name: "m".into(), source: "/m".into(), policy: "auto".parse().unwrap(), min_workers: 1 };
+        let spec = spec("m", 1);
         let value = v1::DesiredState { models: vec![desired_model(&spec, 0)] };
         let state = StoreState {
             desired: Versioned { value: Arc::new(value), revision: 1 },

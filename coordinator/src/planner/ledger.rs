@@ -249,6 +249,7 @@ fn planned_model(model: &ModelState) -> v1::PlannedModel {
         problem_detail: model.problem.as_ref().map_or_else(String::new, |problem| problem.detail.clone()),
         failed_attempts: model.failed_attempts,
         has_started: model.has_started,
+        superseded_epoch: model.superseded_epoch,
     }
 }
 

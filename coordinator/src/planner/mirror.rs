@@ -48,9 +48,11 @@ impl Reconciler {
         for planned in &plan.models {
             let Some(spec) = planned.spec.as_ref().and_then(spec_of) else { continue };
             let Some(model) = self.models.get_mut(&spec.name) else { continue };
-            if model.spec != spec {
+            if model.spec.source != spec.source {
                 let_go(&model.replicas, BreakCause::Unloaded);
                 *model = ModelState::new(spec);
+            } else if model.spec != spec {
+                model.spec = spec;
             }
             model.follow(planned);
             mirror_replicas(model, planned, &self.workers, live);
@@ -69,10 +71,12 @@ impl Reconciler {
             for replica in model.replicas.iter().filter(|replica| replica.is_ready()) {
                 let leaves =
                     |member: &Member| self.workers.get(&member.worker_id).is_some_and(|known| known.is_draining);
-                if replica.members.iter().any(leaves) {
+                let is_superseded = model.is_superseded(replica);
+                if is_superseded || replica.members.iter().any(leaves) {
                     replica.leave();
                 }
-                if !is_desired || (replica.is_leaving() && !model.holds_out()) {
+                let holds_out = model.holds_out() || (is_superseded && model.lacks_successor());
+                if !is_desired || (replica.is_leaving() && !holds_out) {
                     replica.advance(ReplicaState::Draining);
                 }
             }
@@ -84,6 +88,9 @@ impl Reconciler {
         let desired = Arc::clone(&self.ledger.state().desired.value);
         for (wanted, spec) in desired.models.iter().filter_map(|wanted| Some((wanted, spec_of(wanted)?))) {
             let model = self.models.entry(spec.name.clone()).or_insert_with(|| ModelState::new(spec.clone()));
+            if model.spec != spec && model.spec.source == spec.source && model.removal.is_none() {
+                model.change_settings(spec.clone());
+            }
             if model.spec == spec && wanted.attempt > model.attempt {
                 (model.attempt, model.retry_at, model.failed_attempts) = (wanted.attempt, None, 0);
             }
@@ -127,6 +134,7 @@ impl ModelState {
         self.problem = (!planned.problem.is_empty()).then(problem);
         self.failed_attempts = planned.failed_attempts;
         self.has_started = planned.has_started;
+        self.superseded_epoch = planned.superseded_epoch;
     }
 }
 

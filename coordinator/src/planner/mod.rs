@@ -2,13 +2,16 @@
 //! For: the admin service commands it, the router reads the table that it publishes.
 //! Invariant: one task owns all state ([`reconciler`]); slow work runs in tasks of its own and comes back as events.
 
+mod attempts;
 mod deploy;
 mod desired;
+mod estranged;
 mod ledger;
 mod mirror;
 mod model_state;
 mod orders;
 mod reconciler;
+mod replacing;
 mod reports;
 mod starts;
 mod topology;
@@ -17,7 +20,6 @@ mod worker_calls;
 
 use std::{sync::Arc, time::Duration};
 
-use lockstep_sharding::PlanOptions;
 use lockstep_transport::Outbound;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
@@ -40,8 +42,10 @@ const COMMAND_QUEUE: usize = 64;
 pub struct PlannerConfig {
     /// Model to serve from the start.
     pub model: Option<ModelSpec>,
-    /// Sizes that plans leave room for.
-    pub plan_options: PlanOptions,
+    /// Of the settings that say so; see `CoordinatorConfig`.
+    pub settings_revision: u64,
+    /// How long workers have to stay before a model that is served is planned anew to use them, if ever.
+    pub replan_delay: Option<Duration>,
     /// Longest wait for running requests when a model is unloaded.
     pub drain_timeout: Duration,
     /// How workers are reached.
@@ -79,7 +83,9 @@ impl Planner {
         let models = published.subscribe();
         let desired = store.clone().map(|store| Desired::new(store, models.clone()));
         if let Some((desired, spec)) = desired.clone().zip(config.model.clone()) {
-            tokio::spawn(closing.clone().run_until_cancelled_owned(async move { desired.ensure(spec).await }));
+            let revision = config.settings_revision;
+            let ensure = async move { desired.ensure(spec, revision).await };
+            tokio::spawn(closing.clone().run_until_cancelled_owned(ensure));
         }
         let reconciler = reconciler::Reconciler::new(config, registry.watch(), store, published);
         tokio::spawn(reconciler.run(command_receiver, closing));

@@ -48,6 +48,8 @@ pub struct ModelState {
     pub attempt: u64,
     /// Every replica, broken ones until the next plan.
     pub replicas: Vec<Arc<Replica>>,
+    /// Replicas of plans up to this epoch serve only until others take their place.
+    pub superseded_epoch: u64,
     /// Replicas to have, by the policy or else by the first plan.
     pub wanted_replicas: Option<usize>,
     /// Why it does not serve, or not fully.
@@ -66,6 +68,25 @@ pub struct ModelState {
     pub retry_at: Option<Instant>,
     /// Set when it is being unloaded.
     pub removal: Option<Removal>,
+    /// Whether workers that came since its plan would serve it better.
+    pub growth: Growth,
+    /// What its last load took, if this coordinator saw it.
+    pub load_time: Option<Duration>,
+}
+
+/// What a new plan over all devices would bring a model that is served in full.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Growth {
+    /// Nobody has asked since workers came or went.
+    Unknown,
+    /// Nothing worth the while.
+    None,
+    /// So many replicas more, on devices that are free.
+    Add(usize),
+    /// Others instead, on devices that are free.
+    Move,
+    /// A better cut, with the devices that the present replicas hold.
+    Replace,
 }
 
 impl ModelState {
@@ -82,6 +103,7 @@ impl ModelState {
             topology_json: Vec::new(),
             attempt: 0,
             replicas: Vec::new(),
+            superseded_epoch: 0,
             wanted_replicas,
             problem: None,
             last_break: None,
@@ -91,7 +113,42 @@ impl ModelState {
             avoided: None,
             retry_at: None,
             removal: None,
+            growth: Growth::Unknown,
+            load_time: None,
         }
+    }
+
+    /// Takes over other settings for the same checkpoint.
+    pub fn change_settings(&mut self, spec: ModelSpec) {
+        let is_cut_otherwise = (self.spec.policy, self.spec.plan_options) != (spec.policy, spec.plan_options);
+        tracing::info!(model = spec.name, policy = %spec.policy, min_workers = spec.min_workers, is_cut_otherwise, "other settings");
+        self.spec = spec;
+        (self.retry_at, self.failed_attempts) = (None, 0);
+        if is_cut_otherwise {
+            self.supersede();
+        }
+    }
+
+    /// Wants all replicas planned anew; those that there are serve until then.
+    pub fn supersede(&mut self) {
+        self.superseded_epoch = self.plan_epoch;
+        self.wanted_replicas = self.spec.policy.replicas;
+        self.growth = Growth::Unknown;
+    }
+
+    /// Replicas that hold devices until others take their place.
+    pub fn superseded(&self) -> impl Iterator<Item = &Arc<Replica>> {
+        self.replicas.iter().filter(|replica| replica.is_live() && self.is_superseded(replica))
+    }
+
+    /// Whether another replica is to take its place because its plan is superseded.
+    pub fn is_superseded(&self, replica: &Replica) -> bool {
+        replica.plan_epoch <= self.superseded_epoch
+    }
+
+    /// Whether none of the replicas that are to stay takes requests yet.
+    pub fn lacks_successor(&self) -> bool {
+        !self.staying().any(|replica| replica.is_ready())
     }
 
     /// Replicas that hold devices and are not about to give them up.
@@ -99,13 +156,16 @@ impl ModelState {
         self.staying().count()
     }
 
-    fn staying(&self) -> impl Iterator<Item = &Arc<Replica>> {
-        self.replicas.iter().filter(|replica| replica.is_live() && !replica.is_leaving())
+    /// See [`Self::num_staying`].
+    pub fn staying(&self) -> impl Iterator<Item = &Arc<Replica>> {
+        let stays =
+            |replica: &&Arc<Replica>| replica.is_live() && !replica.is_leaving() && !self.is_superseded(replica);
+        self.replicas.iter().filter(stays)
     }
 
     /// Whether a replica that leaves may go on taking requests: it is the last that does, and another one is on its way.
     pub fn holds_out(&self) -> bool {
-        self.problem.is_none() && !self.staying().any(|replica| replica.is_ready())
+        self.problem.is_none() && self.lacks_successor()
     }
 
     /// Replicas that take requests.
@@ -138,6 +198,17 @@ impl ModelState {
         }
     }
 
+    /// Whether every wanted replica serves and nothing is under way.
+    pub fn is_complete(&self) -> bool {
+        let num_staying = self.num_staying();
+        !self.is_busy
+            && self.removal.is_none()
+            && self.problem.is_none()
+            && num_staying >= self.wanted_replicas.unwrap_or(1).max(1)
+            && self.num_ready() == num_staying
+            && self.replicas.iter().filter(|replica| replica.is_live()).count() == num_staying
+    }
+
     /// Notes a failed attempt and when the next may come.
     pub fn note_failure(&mut self, problem: String, now: Instant) {
         tracing::warn!(model = self.spec.name, problem, "model cannot be served");
@@ -167,7 +238,7 @@ impl ModelState {
     /// Notes that a replica broke, or was let go with its model.
     pub fn note_break(&mut self, replica: &Replica, breakage: &Breakage, now: Instant) {
         let (model, index, plan_epoch) = (&self.spec.name, replica.index, replica.plan_epoch);
-        if self.removal.is_some() {
+        if self.removal.is_some() || breakage.cause == BreakCause::Replanned {
             tracing::info!(model, replica = index, plan_epoch, "replica freed");
             return;
         }

@@ -3,10 +3,16 @@
 //! nothing is planned while a call that frees a part runs, nor with the devices of a worker that did not free one; what a
 //! worker holds and nobody wants is freed.
 
-use std::{collections::BTreeMap, future::Future, panic::AssertUnwindSafe, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    future::Future,
+    panic::AssertUnwindSafe,
+    sync::Arc,
+    time::Duration,
+};
 
 use futures::FutureExt;
-use lockstep_sharding::{Explanation, PlanError, Topology};
+use lockstep_sharding::PlanError;
 use tokio::{
     sync::{mpsc, watch},
     task::JoinSet,
@@ -17,14 +23,17 @@ use tokio_util::sync::CancellationToken;
 use super::{
     Command, PlannerConfig,
     deploy::Planned,
+    estranged::Estranged,
     ledger::Ledger,
-    model_state::ModelState,
-    reports, topology,
+    model_state::{Growth, ModelState},
+    replacing::Place,
+    reports,
     unloads::{Part, Unloads},
-    worker_calls::{self, KnownWorker},
+    worker_calls::{self, KnownWorker, LoadFailure},
 };
 use crate::{
     cluster::{PlanStore, Workers, store::StoreError},
+    config::ModelSpec,
     served::{BreakCause, Member, ModelDescription, ModelTable, Replica, ReplicaState},
 };
 
@@ -36,8 +45,9 @@ const ENGINE_GRACE: Duration = Duration::from_secs(2);
 /// What a task of the reconciler came to.
 pub(super) enum Event {
     Described { model: String, outcome: Result<Arc<ModelDescription>, String> },
-    Planned { model: String, outcome: Result<Box<Planned>, PlanError> },
-    Loaded { replica: Arc<Replica>, outcome: Result<(), String> },
+    Planned { model: String, spec: ModelSpec, outcome: Result<Place<Box<Planned>>, PlanError> },
+    Compared { model: String, asked: Instant, growth: Growth },
+    Loaded { replica: Arc<Replica>, outcome: Result<(), LoadFailure> },
     Unloaded { part: Part, is_freed: bool },
     Written(Result<(), StoreError>),
     Drained,
@@ -56,6 +66,11 @@ pub struct Reconciler {
     /// Replicas whose load was not started.
     pub(super) to_load: Vec<Arc<Replica>>,
     is_leading: bool,
+    /// When it last began to lead, where there may be others, and the workers that drained by then: nobody could plan for them.
+    leads_since: Option<(Instant, BTreeSet<String>)>,
+    /// When usable workers last came or went.
+    pub(super) workers_changed_at: Instant,
+    pub(super) estranged: Estranged,
     /// Since when this coordinator plans and there is no worker.
     pub(super) deserted_since: Option<Instant>,
     tasks: JoinSet<Event>,
@@ -83,6 +98,9 @@ impl Reconciler {
             last_epoch: 0,
             to_load: Vec::new(),
             is_leading: false,
+            leads_since: None,
+            workers_changed_at: Instant::now(),
+            estranged: Estranged::default(),
             deserted_since: None,
             tasks: JoinSet::new(),
         }
@@ -118,8 +136,9 @@ impl Reconciler {
 
     fn reconcile(&mut self, live: &Workers, now: Instant) {
         self.ledger.refresh();
-        self.follow_workers(live);
+        self.follow_workers(live, now);
         reports::break_reported(&self.models, live);
+        reports::estranged(live).for_each(|[one, other]| self.estranged.note(&one, &other, now));
         let leads = self.leads(live, now);
         self.note_desertion(leads, now);
         if leads {
@@ -129,6 +148,7 @@ impl Reconciler {
             if self.agree(now) {
                 self.start_loads();
                 self.start_attempts(live, now);
+                self.grow(live, now);
             }
         } else {
             self.mirror(live);
@@ -157,6 +177,10 @@ impl Reconciler {
             tracing::info!("no longer planning");
             self.to_load.clear();
         }
+        if leads != self.is_leading {
+            let drains = self.workers.iter().filter(|(_, known)| known.is_draining);
+            self.leads_since = leads.then(|| (now, drains.map(|(id, _)| id.clone()).collect()));
+        }
         self.is_leading = leads;
         if leads {
             self.follow_desired(now);
@@ -174,7 +198,7 @@ impl Reconciler {
     }
 
     /// Notices lost, new and draining workers.
-    fn follow_workers(&mut self, live: &Workers) {
+    fn follow_workers(&mut self, live: &Workers, now: Instant) {
         let lost: Vec<(String, u64)> = self
             .workers
             .iter()
@@ -182,6 +206,7 @@ impl Reconciler {
             .map(|(id, known)| (id.clone(), known.session))
             .collect();
         let mut has_changed = !lost.is_empty();
+        let num_usable = self.usable().count();
         for (worker_id, session) in lost {
             self.workers.remove(&worker_id);
             self.ledger.note_lost(&worker_id, session);
@@ -217,12 +242,19 @@ impl Reconciler {
         }
         if has_changed {
             self.models.values_mut().for_each(|model| model.retry_at = None);
+            let workers = &self.workers;
+            self.estranged.retain(|id, session| workers.get(id).is_some_and(|known| known.session == session));
+        }
+        if has_changed || self.usable().count() != num_usable {
+            self.workers_changed_at = now;
+            self.models.values_mut().for_each(|model| model.growth = Growth::Unknown);
         }
     }
 
     /// Stops admission to replicas that must go, and lets go of those that have finished. One of a draining worker goes on
     /// as before for as long as it is the last and another one is planned or loaded; at the worker's deadline what still
-    /// runs goes on elsewhere.
+    /// runs goes on elsewhere. For one that drained while nobody led nobody could plan, so that who leads then has the drain
+    /// timeout to find a successor of the last replica. One whose plan is superseded goes on until another one serves.
     fn drain_replicas(&mut self, live: &Workers, now: Instant) {
         for model in self.models.values() {
             for replica in &model.replicas {
@@ -239,7 +271,17 @@ impl Reconciler {
                         replica.leave();
                         let detail = format!("worker {worker_id} was drained");
                         let deadline = live.get(worker_id).and_then(|record| record.drain_deadline());
+                        let is_unled = |(_, drains): &&(Instant, BTreeSet<String>)| drains.contains(worker_id);
+                        let unled = self.leads_since.as_ref().filter(|_| model.holds_out()).filter(is_unled);
+                        let earliest = unled.map(|(since, _)| *since + self.config.drain_timeout);
+                        let deadline = deadline.map(|deadline| earliest.map_or(deadline, |it| deadline.max(it)));
                         (ReplicaState::broken(BreakCause::WorkerDrained, detail), deadline, model.holds_out())
+                    }
+                    (None, None) if model.is_superseded(replica) => {
+                        replica.leave();
+                        let broken = ReplicaState::broken(BreakCause::Replanned, "another plan took its place");
+                        let deadline = replica.draining_at().map(|at| at + self.config.drain_timeout);
+                        (broken, deadline, model.lacks_successor())
                     }
                     (None, None) => continue,
                 };
@@ -258,7 +300,7 @@ impl Reconciler {
     }
 
     /// Whether nobody has requests on a replica that takes none: neither this coordinator nor, as its engine tells, others.
-    fn is_idle(&self, replica: &Replica, live: &Workers) -> bool {
+    pub(super) fn is_idle(&self, replica: &Replica, live: &Workers) -> bool {
         let is_newer = |record: &Arc<crate::cluster::WorkerRecord>| {
             replica.draining_at().is_some_and(|at| record.last_heartbeat > at + ENGINE_GRACE)
         };
@@ -327,81 +369,14 @@ impl Reconciler {
         });
     }
 
-    /// Describes or plans every model that is short of replicas, once all memory that should be free is.
-    fn start_attempts(&mut self, live: &Workers, now: Instant) {
-        if self.unloads.running().next().is_some() {
-            return;
-        }
-        let due: Vec<String> =
-            self.models.iter().filter(|(_, model)| model.needs_attempt(now)).map(|(name, _)| name.clone()).collect();
-        for name in due {
-            let usable = || self.workers.iter().filter(|(_, known)| known.has_reported && !known.is_draining);
-            let num_usable = usable().count();
-            let Some(model) = self.models.get(&name) else { continue };
-            let needed = model.num_needed_workers();
-            if num_usable < needed {
-                self.note(&name, |model| model.note_waiting_for_workers(num_usable, needed));
-                continue;
-            }
-            match (&model.description, usable().next()) {
-                (None, Some(_)) => self.describe(&name),
-                // One plan at a time: the next must see what this one takes.
-                (Some(_), _) if self.models.values().any(|model| model.is_busy && model.description.is_some()) => {}
-                (Some(description), _) => {
-                    let replicas: Vec<&Replica> =
-                        self.models.values().flat_map(|model| &model.replicas).map(Arc::as_ref).collect();
-                    let cluttered = self.unloads.cluttered(reports::unwanted_parts(&self.models, live));
-                    let is_usable = |id: &String| usable().any(|(other, _)| other == id) && !cluttered.contains(id);
-                    let topology = topology::topology(&name, live, is_usable, &replicas);
-                    if topology.devices.is_empty() {
-                        self.note(&name, |model| model.note_waiting_for_devices(&"none is free", now));
-                        continue;
-                    }
-                    let (description, policy) = (Arc::clone(description), model.missing_policy());
-                    let (options, avoided) = (self.config.plan_options, model.avoided.clone());
-                    self.attempt(name.clone(), async move {
-                        let plan = move |topology: Topology| {
-                            let plan = lockstep_sharding::plan(&description.shape, &topology, &policy, &options)?;
-                            let explanation = Explanation::new(&plan, &topology);
-                            Ok(Box::new(Planned { plan, topology, explanation }))
-                        };
-                        let planned = tokio::task::spawn_blocking(move || {
-                            let planned = avoided.and_then(|id| plan(topology::without(&topology, &id)).ok());
-                            planned.map_or_else(|| plan(topology), Ok)
-                        });
-                        match planned.await {
-                            Ok(outcome) => Event::Planned { model: name, outcome },
-                            Err(error) => {
-                                Event::Described { model: name, outcome: Err(format!("planning failed: {error}")) }
-                            }
-                        }
-                    });
-                }
-                (None, None) => {}
-            }
-        }
+    /// Whether a part is being freed: nothing is planned until then.
+    pub(super) fn is_freeing(&self) -> bool {
+        self.unloads.running().next().is_some()
     }
 
-    /// Describes the models of which only the plan is known here.
-    fn describe_models(&mut self, now: Instant) {
-        let due = self.models.iter().filter(|(_, model)| model.needs_description(now));
-        let due: Vec<String> = due.map(|(name, _)| name.clone()).collect();
-        due.iter().for_each(|name| self.describe(name));
-    }
-
-    /// Asks a worker what a model's checkpoint says.
-    fn describe(&mut self, name: &str) {
-        let mut usable = self.workers.values().filter(|known| known.has_reported && !known.is_draining);
-        let Some((worker, model)) = usable.next().zip(self.models.get(name)) else { return };
-        let (client, source, name) = (worker.client.clone(), model.spec.source.clone(), name.to_owned());
-        self.attempt(name.clone(), async move {
-            Event::Described { model: name, outcome: worker_calls::describe(client, source).await }
-        });
-    }
-
-    fn attempt(&mut self, name: String, task: impl Future<Output = Event> + Send + 'static) {
-        self.note(&name, |model| model.is_busy = true);
-        self.spawn(task, |problem| Event::Described { model: name, outcome: Err(problem) });
+    /// The workers that failed to free one of these parts.
+    pub(super) fn cluttered(&self, unwanted: Vec<Part>) -> BTreeSet<String> {
+        self.unloads.cluttered(unwanted)
     }
 
     /// Starts a task; if it panics, `failed` makes its event, so that nobody waits for it for ever.
@@ -428,35 +403,57 @@ impl Reconciler {
                     Err(problem) => model.note_failure(problem, now),
                 }
             }),
-            Event::Planned { model, outcome } => {
+            Event::Compared { model, asked, growth } => {
+                let is_current = self.workers_changed_at <= asked;
+                self.note(&model, |model| {
+                    model.is_busy = false;
+                    model.growth = if is_current { growth } else { Growth::Unknown };
+                });
+            }
+            Event::Planned { model, spec, outcome } => {
                 self.note(&model, |model| model.is_busy = false);
                 match outcome {
-                    // Whoever leads now plans anew.
+                    // Whoever leads now plans anew, and so does this one for what is wanted by now.
                     Ok(_) if self.ledger.is_shared() && !self.is_leading => {}
-                    Ok(planned) => self.deploy(&model, *planned, now),
+                    _ if self.models.get(&model).is_none_or(|model| model.spec != spec) => {}
+                    Ok(place) => self.take_place(&model, place, now),
                     Err(error @ PlanError::Devices { .. }) => {
                         self.note(&model, |model| model.note_waiting_for_devices(&error, now));
                     }
                     Err(error) => self.note(&model, |model| model.note_failure(error.to_string(), now)),
                 }
             }
-            Event::Loaded { replica, outcome } => self.note(&replica.model, |model| match outcome {
-                Ok(()) => {
-                    if replica.advance(ReplicaState::Ready) {
-                        tracing::info!(model = replica.model, replica = replica.index, "replica ready");
-                    }
-                    model.note_progress();
-                }
-                Err(problem) => {
-                    if replica.advance(ReplicaState::broken(BreakCause::NotLoaded, problem.clone())) {
-                        model.note_unloadable(&replica, &problem, now);
-                    }
-                }
-            }),
+            Event::Loaded { replica, outcome } => self.take_load(&replica, outcome, now),
             Event::Unloaded { part, is_freed } => self.unloads.end(&part, is_freed, now),
             Event::Written(outcome) => self.ledger.end_write(outcome, now),
             Event::Drained => {}
         }
+    }
+
+    fn take_load(&mut self, replica: &Arc<Replica>, outcome: Result<(), LoadFailure>, now: Instant) {
+        let failure = match outcome {
+            Ok(()) => {
+                return self.note(&replica.model, |model| {
+                    if replica.advance(ReplicaState::Ready) {
+                        model.load_time = Some(now.saturating_duration_since(replica.planned_at));
+                        tracing::info!(model = replica.model, replica = replica.index, "replica ready");
+                    }
+                    model.note_progress();
+                });
+            }
+            Err(failure) => failure,
+        };
+        let member = |id: &String| replica.members.iter().find(|member| member.worker_id == *id);
+        let pair = failure.estranged.as_ref().and_then(|[one, other]| member(one).zip(member(other)));
+        if let Some((one, other)) = pair {
+            self.estranged.note(one, other, now);
+        }
+        let LoadFailure { problem, .. } = failure;
+        self.note(&replica.model, |model| {
+            if replica.advance(ReplicaState::broken(BreakCause::NotLoaded, problem.clone())) {
+                model.note_unloadable(replica, &problem, now);
+            }
+        });
     }
 
     /// Replaces the table if it says something new; replicas carry their own state.

@@ -36,6 +36,18 @@ pub fn break_reported(models: &BTreeMap<String, ModelState>, live: &Workers) {
     }
 }
 
+/// The workers that could not reach each other, as one of both says.
+pub fn estranged(live: &Workers) -> impl Iterator<Item = [Member; 2]> {
+    let member = |worker_id: &str| {
+        let record = live.get(worker_id)?;
+        Some(Member { worker_id: worker_id.to_owned(), session: record.session })
+    };
+    let reports = live.iter().flat_map(|(id, record)| record.replicas.iter().map(move |report| (id, report)));
+    reports
+        .filter(|(_, report)| !report.unreachable_worker.is_empty())
+        .filter_map(move |(id, report)| Some([member(id)?, member(&report.unreachable_worker)?]))
+}
+
 /// Parts that no replica needs: another coordinator, or an unload that failed, left them there.
 pub fn unwanted_parts(models: &BTreeMap<String, ModelState>, live: &Workers) -> Vec<Part> {
     let mut unwanted = Vec::new();

@@ -95,9 +95,9 @@ impl HostMemory {
     }
 }
 
-/// The same without the devices of a worker.
-pub fn without(topology: &Topology, worker_id: &str) -> Topology {
-    let devices = topology.devices.iter().filter(|device| device.worker_id != worker_id).cloned().collect();
+/// The same without the devices of some workers.
+pub fn without(topology: &Topology, worker_ids: &BTreeSet<String>) -> Topology {
+    let devices = topology.devices.iter().filter(|device| !worker_ids.contains(&device.worker_id)).cloned().collect();
     Topology { devices, ..topology.clone() }
 }
 

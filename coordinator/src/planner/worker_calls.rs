@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, sync::Arc, sync::atomic::Ordering, time::Durati
 
 use futures::{StreamExt, stream::FuturesUnordered};
 use lockstep_model::{ChatTemplate, Tokenizer, TokenizerConfig};
-use lockstep_proto::{MAX_MESSAGE_BYTES, v1, v1::worker_client::WorkerClient};
+use lockstep_proto::{MAX_MESSAGE_BYTES, status::unreachable_worker, v1, v1::worker_client::WorkerClient};
 use lockstep_transport::{Connector, Outbound, explain};
 use tonic::{Status, transport::Channel};
 
@@ -95,6 +95,21 @@ fn build_description(description: v1::DescribeModelResponse) -> Result<Arc<Model
     Ok(Arc::new(ModelDescription { shape, tokenizer, chat_template, eos_token_ids: description.eos_token_ids }))
 }
 
+/// Why a replica could not be loaded.
+#[derive(Debug)]
+pub struct LoadFailure {
+    /// In words, for operators.
+    pub problem: String,
+    /// The workers that could not reach each other, if that was it.
+    pub estranged: Option<[String; 2]>,
+}
+
+impl From<String> for LoadFailure {
+    fn from(problem: String) -> Self {
+        Self { problem, estranged: None }
+    }
+}
+
 /// Loads every part of a replica in parallel; adds its progress to the replica. The first failure is the outcome.
 ///
 /// `requests` pairs each of its workers' ids with its client.
@@ -102,18 +117,20 @@ pub async fn load(
     replica: Arc<Replica>,
     workers: Vec<(String, WorkerClient<Channel>)>,
     request: v1::LoadReplicaRequest,
-) -> Result<(), String> {
+) -> Result<(), LoadFailure> {
     let mut state = replica.watch();
-    let mut parts: FuturesUnordered<_> =
-        workers
-            .into_iter()
-            .map(|(worker_id, client)| {
-                let (replica, request) = (&replica, request.clone());
-                async move {
-                    load_part(replica, client, request).await.map_err(|what| format!("worker {worker_id}: {what}"))
-                }
-            })
-            .collect();
+    let mut parts: FuturesUnordered<_> = workers
+        .into_iter()
+        .map(|(worker_id, client)| {
+            let (replica, request) = (&replica, request.clone());
+            async move {
+                load_part(replica, client, request).await.map_err(|failure| LoadFailure {
+                    problem: format!("worker {worker_id}: {}", failure.problem),
+                    estranged: failure.unreachable.map(|other| [worker_id, other]),
+                })
+            }
+        })
+        .collect();
     loop {
         tokio::select! {
             part = parts.next() => match part {
@@ -123,10 +140,24 @@ pub async fn load(
             broken = state.wait_for(|state| matches!(state, ReplicaState::Broken(_))) => {
                 return Err(match broken.as_deref() {
                     Ok(ReplicaState::Broken(breakage)) => breakage.detail.clone(),
-                    _ => "the load was given up".into(),
-                });
+                    _ => "the load was given up".to_owned(),
+                }
+                .into());
             }
         }
+    }
+}
+
+/// Why a part of a replica could not be loaded.
+struct PartFailure {
+    problem: String,
+    /// The worker that the one which loads it could not reach.
+    unreachable: Option<String>,
+}
+
+impl From<Status> for PartFailure {
+    fn from(status: Status) -> Self {
+        Self { problem: text_of(&status), unreachable: unreachable_worker(&status) }
     }
 }
 
@@ -134,15 +165,16 @@ async fn load_part(
     replica: &Replica,
     mut client: WorkerClient<Channel>,
     request: v1::LoadReplicaRequest,
-) -> Result<(), String> {
-    let silent = |_| format!("nothing was heard of the load for {} s", LOAD_SILENCE.as_secs());
+) -> Result<(), PartFailure> {
+    let failed = |problem: String| PartFailure { problem, unreachable: None };
+    let silent = |_| failed(format!("nothing was heard of the load for {} s", LOAD_SILENCE.as_secs()));
     let answer = tokio::time::timeout(LOAD_SILENCE, client.load_replica(request)).await.map_err(silent)?;
-    let mut progress = answer.map_err(|status| text_of(&status))?.into_inner();
+    let mut progress = answer?.into_inner();
     let (mut loaded, mut total) = (0, 0);
     loop {
         let message = tokio::time::timeout(LOAD_SILENCE, progress.message()).await.map_err(silent)?;
-        let Some(message) = message.map_err(|status| text_of(&status))? else {
-            return Err("the load ended before it was ready".into());
+        let Some(message) = message? else {
+            return Err(failed("the load ended before it was ready".to_owned()));
         };
         // Each worker reports sums of its own; only their growth is added to the replica's.
         replica.loaded_bytes.fetch_add(message.loaded_bytes.saturating_sub(loaded), Ordering::Relaxed);

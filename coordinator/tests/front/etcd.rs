@@ -66,7 +66,7 @@ impl Registered {
         Self { stub, registration }
     }
 
-    fn num_loads(&self) -> usize {
+    pub fn num_loads(&self) -> usize {
         self.stub.state.loads.lock().unwrap().len()
     }
 
@@ -74,17 +74,17 @@ impl Registered {
         self.stub.state.unloads.lock().unwrap().len()
     }
 
-    fn slow_down(&self) {
+    pub fn slow_down(&self) {
         *self.stub.state.token_delay.lock().unwrap() = Duration::from_millis(20);
     }
 }
 
-async fn hello(coordinator: &Coordinator) -> String {
+pub async fn hello(coordinator: &Coordinator) -> String {
     let stream = coordinator.inference().await.generate(request(5)).await.unwrap();
     collect(stream.into_inner()).await.unwrap().text
 }
 
-async fn model(coordinator: &Coordinator) -> Option<v1::ModelStatus> {
+pub async fn model(coordinator: &Coordinator) -> Option<v1::ModelStatus> {
     let cluster = coordinator.admin().await.get_cluster(v1::GetClusterRequest {}).await.unwrap();
     cluster.into_inner().models.pop()
 }
@@ -257,5 +257,40 @@ async fn what_serves_goes_on_while_etcd_is_away() {
     drop(worker);
     eventually("a new plan", || second.num_loads() == 1).await;
     coordinator.wait_ready(true).await;
+    assert_eq!(hello(&coordinator).await, "hello");
+}
+
+#[tokio::test]
+async fn a_drain_while_etcd_is_away_waits_for_a_successor() {
+    let etcd = Etcd::start(1).unwrap();
+    let coordinator = Coordinator::start(shared(&etcd, "a", "tensor=1,replicas=1", 1)).await;
+    let workers = [Registered::start("w0", &etcd).await, Registered::start("w1", &etcd).await];
+    coordinator.wait_ready(true).await;
+    let (leaves, spare) =
+        if workers[0].num_loads() == 1 { (&workers[0], &workers[1]) } else { (&workers[1], &workers[0]) };
+    *spare.stub.state.load_delay.lock().unwrap() = Duration::from_millis(500);
+    let pid = etcd.pid(0).unwrap().to_string();
+    let signal = |name: &str| {
+        assert!(std::process::Command::new("kill").args([name, &pid]).status().unwrap().success());
+    };
+    signal("-STOP");
+    let problem = async || {
+        let cluster = coordinator.admin().await.get_cluster(v1::GetClusterRequest {}).await.unwrap();
+        cluster.into_inner().registry.unwrap().problem
+    };
+    let begin = Instant::now();
+    while problem().await.is_empty() {
+        assert!(begin.elapsed() < Duration::from_secs(10), "nobody noticed that etcd is away");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    // Its time is over before anybody could plan.
+    *leaves.stub.state.drain_left.lock().unwrap() = Some(Duration::ZERO);
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!(hello(&coordinator).await, "hello");
+    signal("-CONT");
+    while spare.num_loads() == 0 || !leaves.stub.state.held.lock().unwrap().is_empty() {
+        assert_eq!(hello(&coordinator).await, "hello");
+        assert!(begin.elapsed() < Duration::from_secs(25), "no successor");
+    }
     assert_eq!(hello(&coordinator).await, "hello");
 }

@@ -15,8 +15,11 @@ mod generate;
 mod http;
 mod liveness;
 mod openai;
+mod replan;
 mod resume;
 mod routing;
+#[cfg(feature = "etcd")]
+mod settings;
 #[cfg(feature = "etcd")]
 mod shared_limits;
 mod slow_readers;

@@ -18,7 +18,7 @@ const BLOCK_SIZE: usize = 32;
 /// A cluster of replicas whose leaders are followed.
 async fn replicas(count: usize, max_num_sequences: usize) -> (Coordinator, Vec<StubWorker>) {
     let mut settings = config(&format!("tensor=1,replicas={count}"), count);
-    settings.plan_options.max_num_sequences = max_num_sequences;
+    settings.model.as_mut().unwrap().plan_options.max_num_sequences = max_num_sequences;
     let (coordinator, workers) = cluster(count, settings).await;
     let is_ready = || workers.iter().all(|worker| worker.state.loads.lock().unwrap().len() == 1);
     eventually("every load", is_ready).await;

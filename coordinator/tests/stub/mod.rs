@@ -64,6 +64,8 @@ pub struct StubState {
     pub refusal: Mutex<Option<Class>>,
     /// Why its replica part is broken, for the next heartbeat.
     pub problem: Mutex<String>,
+    /// The worker that it cannot reach, if that is the problem.
+    pub unreachable: Mutex<String>,
     /// Why its steps do not come back, for the next heartbeat.
     pub stall: Mutex<String>,
     /// It drains, and how much time it says is left.
@@ -111,6 +113,7 @@ impl Default for StubState {
             is_poisoned: Mutex::default(),
             refusal: Mutex::default(),
             problem: Mutex::default(),
+            unreachable: Mutex::default(),
             stall: Mutex::default(),
             drain_left: Mutex::default(),
             is_beating: Mutex::new(true),
@@ -142,6 +145,7 @@ impl StubState {
             plan_epoch: part.plan_epoch,
             replica: part.replica,
             problem: problem.clone(),
+            unreachable_worker: self.unreachable.lock().unwrap().clone(),
             stall: self.stall.lock().unwrap().clone(),
             ranks: Vec::new(),
             engine: Some(v1::EngineStatus {
@@ -369,6 +373,17 @@ impl StubWorker {
         Self::start_as(worker_id, coordinator, None).await
     }
 
+    /// The same with a device that is 20 times as fast.
+    pub async fn start_fast(worker_id: &str, coordinator: SocketAddr) -> Self {
+        let (mut worker, mut hello) = Self::serve(worker_id, None).await;
+        let device = &mut hello.devices[0];
+        device.name = "fast".into();
+        device.memory_bytes_per_second *= 20.0;
+        device.operations_per_second *= 20.0;
+        worker.registration = tokio::spawn(register(hello, channel(coordinator, None), Arc::clone(&worker.state)));
+        worker
+    }
+
     /// The same as a member of a cluster.
     pub async fn start_as(worker_id: &str, coordinator: SocketAddr, tls: Option<ClusterTls>) -> Self {
         let (mut worker, hello) = Self::serve(worker_id, tls.as_ref()).await;
@@ -463,6 +478,7 @@ pub struct Coordinator {
 
 /// Settings for tests: any ports, the stub's model, short waits.
 pub fn config(policy: &str, min_workers: usize) -> CoordinatorConfig {
+    let plan_options = PlanOptions { max_sequence_tokens: Some(MAX_TOKENS), ..PlanOptions::default() };
     CoordinatorConfig {
         grpc_listen: "127.0.0.1:0".parse().unwrap(),
         http_listen: "127.0.0.1:0".parse().unwrap(),
@@ -473,8 +489,11 @@ pub fn config(policy: &str, min_workers: usize) -> CoordinatorConfig {
             source: "/models/stub.gguf".into(),
             policy: policy.parse().unwrap(),
             min_workers,
+            plan_options,
         }),
-        plan_options: PlanOptions { max_sequence_tokens: Some(MAX_TOKENS), ..PlanOptions::default() },
+        settings_revision: 0,
+        plan_options,
+        replan_delay: None,
         lease: Duration::from_millis(600),
         max_concurrent_requests: 64,
         failover_timeout: Duration::from_secs(5),

@@ -143,6 +143,7 @@ async fn every_stream_survives_random_faults() {
         min_workers: 2,
         policy: "tensor=2,replicas=2",
         worker_arguments: &[],
+        coordinator_arguments: &[],
     };
     let mut cluster = SharedCluster::start_on(network, members).await.unwrap();
     let mut clients = Vec::new();

@@ -244,7 +244,8 @@ async fn a_worker_that_no_coordinator_reaches_is_not_ready() {
     // It listens elsewhere than it says.
     let worker_arguments = &["--listen=127.0.0.1:0", "--advertise-host=127.0.0.2", &format!("--http-listen={http}")];
     let (num_coordinators, num_workers, min_workers, policy) = (1, 1, 1, "tensor=1");
-    let members = Members { num_coordinators, num_workers, min_workers, policy, worker_arguments };
+    let members =
+        Members { num_coordinators, num_workers, min_workers, policy, worker_arguments, coordinator_arguments: &[] };
     let cluster = SharedCluster::start_members(members).unwrap();
     let end = Instant::now() + process::PATIENCE;
     while !cluster.log().contains("cannot be reached") {

@@ -19,6 +19,7 @@ mod openai;
 mod oracle;
 mod prefix_cache;
 mod prompts;
+mod replanning;
 mod rolling_restart;
 mod security;
 mod sharded_parity;

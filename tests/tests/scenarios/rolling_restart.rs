@@ -104,6 +104,7 @@ async fn a_rolling_restart_of_all_loses_nothing() {
         min_workers: 2,
         policy: "tensor=1,replicas=2",
         worker_arguments,
+        coordinator_arguments: &[],
     };
     let mut cluster = SharedCluster::start_members(members).unwrap();
     let clients = [cluster.client(0).await.unwrap(), cluster.client(1).await.unwrap()];
@@ -156,6 +157,7 @@ async fn what_runs_at_the_drain_deadline_moves() {
         min_workers: 2,
         policy: "tensor=1,replicas=2",
         worker_arguments,
+        coordinator_arguments: &[],
     };
     let mut cluster = SharedCluster::start_members(members).unwrap();
     let client = cluster.client(0).await.unwrap();

@@ -93,8 +93,14 @@ async fn etcd_may_demand_certificates_and_a_password() {
         "--etcd-username=lockstep".to_owned(),
         flag("password-file", &password),
     ];
-    let members =
-        Members { num_coordinators: 1, num_workers: 1, min_workers: 1, policy: "tensor=1", worker_arguments: &[] };
+    let members = Members {
+        num_coordinators: 1,
+        num_workers: 1,
+        min_workers: 1,
+        policy: "tensor=1",
+        worker_arguments: &[],
+        coordinator_arguments: &[],
+    };
     let cluster = SharedCluster::start_over(etcd, access, members).unwrap();
     let client = cluster.client(0).await.unwrap();
     let request = greedy(Input::Prompt(PROMPTS[0].into()), 4);
@@ -113,8 +119,14 @@ async fn a_password_that_etcd_refuses_is_said_once_with_its_setting() {
     let password = folder.path().join("password");
     std::fs::write(&password, "another\n").unwrap();
     let access = vec!["--etcd-username=lockstep".to_owned(), format!("--etcd-password-file={}", password.display())];
-    let members =
-        Members { num_coordinators: 1, num_workers: 1, min_workers: 1, policy: "tensor=1", worker_arguments: &[] };
+    let members = Members {
+        num_coordinators: 1,
+        num_workers: 1,
+        min_workers: 1,
+        policy: "tensor=1",
+        worker_arguments: &[],
+        coordinator_arguments: &[],
+    };
     let cluster = SharedCluster::start_over(etcd, access, members).unwrap();
     let count = || cluster.log().matches("do not trust each other").count();
     let end = Instant::now() + Duration::from_secs(20);

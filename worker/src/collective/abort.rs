@@ -28,6 +28,7 @@ struct Inner {
 struct State {
     reason: Option<String>,
     is_wanted: bool,
+    unreachable: Option<usize>,
     streams: Vec<Weak<LinkStream>>,
     farewells: Vec<Weak<dyn Farewell>>,
 }
@@ -65,6 +66,19 @@ impl AbortHandle {
     /// Why it was aborted.
     pub fn reason(&self) -> Option<String> {
         self.lock().reason.clone()
+    }
+
+    /// Notes that a peer cannot be reached, if nothing else was wrong before.
+    pub(super) fn note_unreachable(&self, peer: usize) {
+        let mut state = self.lock();
+        if state.reason.is_none() {
+            state.unreachable.get_or_insert(peer);
+        }
+    }
+
+    /// The peer that could not be reached, if that was what went wrong first.
+    pub fn unreachable(&self) -> Option<usize> {
+        self.lock().unreachable
     }
 
     /// Notes that the end that comes is wanted, here or by a peer that said so.

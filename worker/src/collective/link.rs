@@ -99,6 +99,12 @@ impl Link {
         }
     }
 
+    /// The error of a link whose peer does not answer any more, or whose path is cut.
+    pub(super) fn unreachable(&self, what: impl Into<String>) -> WorkerError {
+        self.abort.note_unreachable(self.peer);
+        self.error(what)
+    }
+
     /// Turns an I/O result into progress: bytes moved, or `None` if the socket is not ready.
     pub(super) fn moved(&self, result: std::io::Result<usize>, verb: &str) -> Result<Option<usize>, WorkerError> {
         match result {
@@ -106,6 +112,7 @@ impl Link {
             Ok(bytes) => Ok(Some(bytes)),
             Err(error) if error.kind() == ErrorKind::WouldBlock => Ok(None),
             Err(error) if error.kind() == ErrorKind::Interrupted => Ok(None),
+            Err(error) if is_silence(&error) => Err(self.unreachable(format!("{verb} failed: {error}"))),
             Err(error) => Err(self.error(format!("{verb} failed: {error}"))),
         }
     }
@@ -114,6 +121,11 @@ impl Link {
 /// The error of a link to `peer`.
 pub(super) fn link_error(peer: usize, what: impl Into<String>) -> WorkerError {
     WorkerError::Link { peer, what: what.into() }
+}
+
+/// Whether an error says that nothing comes from the other machine, not even a refusal.
+pub(super) fn is_silence(error: &std::io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::TimedOut | ErrorKind::HostUnreachable | ErrorKind::NetworkUnreachable)
 }
 
 /// A frame on its way out.

@@ -324,7 +324,7 @@ impl Reader {
         if silent < SILENCE {
             return Ok(());
         }
-        Err(self.link.error(format!("sent nothing, not even a heartbeat, for {} ms", silent.as_millis())))
+        Err(self.link.unreachable(format!("sent nothing, not even a heartbeat, for {} ms", silent.as_millis())))
     }
 
     fn decode<T: DeserializeOwned>(&self, payload: &[u8]) -> Result<T, WorkerError> {

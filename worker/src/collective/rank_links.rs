@@ -14,7 +14,7 @@ use lockstep_transport::LinkStream;
 use super::{
     AbortHandle, Collective, LinkKey, LinkListener, MessageLink, Purpose, TcpCollective,
     handshake::{self, HandshakeError, Hello},
-    link::{Link, link_error},
+    link::{Link, is_silence, link_error},
     listener::HANDSHAKE_TIMEOUT,
     tcp::GroupOptions,
 };
@@ -22,6 +22,10 @@ use crate::WorkerError;
 
 /// Pause before a peer that is not there yet is tried again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
+
+/// A peer of which nothing comes for so long, not even a refusal, is given up: its machine or the path to it is gone. One
+/// that only opens its checkpoint answers that it is not ready.
+const UNREACHABLE: Duration = Duration::from_secs(4);
 
 /// What a rank needs to know to meet its peers.
 #[derive(Clone, Debug)]
@@ -130,6 +134,7 @@ impl RankLinks {
         let address = *addresses
             .get(peer)
             .ok_or_else(|| link_error(peer, format!("has no address: the replica has {} ranks", addresses.len())))?;
+        let mut silent_since = None;
         loop {
             let now = Instant::now();
             let attempt = || {
@@ -148,6 +153,12 @@ impl RankLinks {
                 }
                 Err(error) => error,
             };
+            let is_silent = matches!(&error, HandshakeError::Io(error) if is_silence(error));
+            silent_since = is_silent.then(|| silent_since.unwrap_or(now));
+            if silent_since.is_some_and(|since| since.elapsed() >= UNREACHABLE) {
+                abort.note_unreachable(peer);
+                return Err(link_error(peer, format!("at {address} cannot be reached: {error}")));
+            }
             if Instant::now() + RETRY_INTERVAL >= deadline {
                 return Err(link_error(peer, format!("at {address} cannot be reached in time: {error}")));
             }

@@ -53,6 +53,11 @@ impl Health {
         self.problem.borrow().clone().unwrap_or_else(|| "a thread ended".to_owned())
     }
 
+    /// The rank that could not be reached, if that is why it broke.
+    pub fn unreachable(&self) -> Option<usize> {
+        self.abort.unreachable()
+    }
+
     /// Follows it.
     pub fn problem(&self) -> watch::Receiver<Option<String>> {
         self.problem.subscribe()

@@ -126,6 +126,12 @@ impl ReplicaSpec {
         }
     }
 
+    /// The other worker that runs a rank.
+    fn worker_of(&self, rank: Option<usize>) -> Option<String> {
+        let worker_id = &self.plan.find_rank(rank?)?.1.worker_id;
+        (*worker_id != self.worker_id).then(|| worker_id.clone())
+    }
+
     fn engine_config(&self) -> EngineConfig {
         EngineConfig {
             num_kv_blocks: self.plan.num_kv_blocks,
@@ -170,6 +176,7 @@ impl ReplicaSpec {
 
 /// A running part of a replica. Dropping it stops its threads and closes its links.
 pub struct Replica {
+    spec: Arc<ReplicaSpec>,
     health: Health,
     leader: Option<LeaderHandle>,
     vocab_size: usize,
@@ -199,15 +206,28 @@ impl Replica {
             move || drop(inbox.try_send(Event::Wake))
         });
         let last_scratch = spec.local_ranks().into_iter().map(|rank| (rank, Arc::default())).collect();
-        let mut replica =
-            Self { health: health.clone(), leader: None, vocab_size, threads: Mutex::default(), last_scratch };
         let spec = Arc::new(spec);
+        let mut replica = Self {
+            spec: spec.clone(),
+            health: health.clone(),
+            leader: None,
+            vocab_size,
+            threads: Mutex::default(),
+            last_scratch,
+        };
         let last_scratch = &replica.last_scratch;
         let mut loading =
             Loading { spec: &spec, checkpoint: &checkpoint, links: &links, health: &health, last_scratch };
         let started =
             loading.start(&inbox, replica.threads.get_mut().unwrap_or_else(PoisonError::into_inner), progress);
-        let (local, remote) = started.inspect_err(|error| health.fail(&error.to_string()))?;
+        let failed = |error: WorkerError| {
+            health.fail(&error.to_string());
+            match replica.spec.worker_of(health.unreachable()) {
+                Some(worker_id) => WorkerError::Unreachable { worker_id, what: error.to_string() },
+                None => error,
+            }
+        };
+        let (local, remote) = started.map_err(failed)?;
         if spec.local_ranks().contains(&LEADER_RANK) {
             let (engine, handle) = EngineThread::new(&spec, health.clone(), local, (inbox, events));
             let threads = replica.threads.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -226,6 +246,11 @@ impl Replica {
     /// Becomes `Some(reason)` when the replica breaks; it never recovers.
     pub fn problem(&self) -> watch::Receiver<Option<String>> {
         self.health.problem()
+    }
+
+    /// The worker that could not be reached, if that is why it broke.
+    pub fn unreachable_worker(&self) -> Option<String> {
+        self.spec.worker_of(self.health.unreachable())
     }
 
     /// Scratch memory of each rank of this worker after its last step.

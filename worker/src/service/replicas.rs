@@ -206,11 +206,13 @@ impl Replicas {
                 Some(replica) => replica.problem().borrow().clone(),
                 None => None,
             };
+            let unreachable = replica.as_ref().filter(|_| problem.is_some()).and_then(|it| it.unreachable_worker());
             v1::ReplicaReport {
                 model: key.model.clone(),
                 plan_epoch: key.plan_epoch,
                 replica: key.replica,
                 problem: problem.unwrap_or_default(),
+                unreachable_worker: unreachable.unwrap_or_default(),
                 engine: leader
                     .map(|leader| wire::engine_status(leader.status(), leader.last_step_age().unwrap_or_default())),
                 stall: stall.unwrap_or_default(),

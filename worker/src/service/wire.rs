@@ -84,6 +84,9 @@ pub(super) fn status_of(error: &WorkerError) -> Status {
         WorkerError::Engine(EngineError::Overloaded { .. }) => {
             return Class::Overloaded.status_with_retry(error.to_string(), RETRY_AFTER);
         }
+        WorkerError::Unreachable { worker_id, .. } => {
+            return lockstep_proto::status::unreachable(error.to_string(), worker_id);
+        }
         WorkerError::Engine(EngineError::TooLong { .. } | EngineError::EmptyPrompt) => Class::InvalidRequest,
         WorkerError::Model(_) | WorkerError::Plan(_) | WorkerError::Mismatch(_) => Class::InvalidRequest,
         WorkerError::Link { .. } | WorkerError::ReplicaBroken(_) => Class::WorkerLost,

@@ -75,6 +75,14 @@ struct Settings {
     /// Make the first plan only when so many workers are there [default: 1]
     #[arg(long, env = "LOCKSTEP_MIN_WORKERS", value_name = "N")]
     min_workers: Option<usize>,
+    /// Revision of these settings: where coordinators of a cluster want its model otherwise, those with the higher revision
+    /// count, of equal ones the coordinator that was started last [default: 0]
+    #[arg(long, env = "LOCKSTEP_SETTINGS_REVISION", value_name = "N")]
+    settings_revision: Option<u64>,
+    /// How long workers that came have to stay before a model that is served is planned anew to use them; 0: it never is
+    /// [default: 30]
+    #[arg(long, env = "LOCKSTEP_REPLAN_DELAY_SECS", value_name = "SECONDS")]
+    replan_delay_secs: Option<f64>,
     /// Longest sequence served, prompt and output together [default: the model's]
     #[arg(long, env = "LOCKSTEP_MAX_SEQUENCE_TOKENS", value_name = "N")]
     max_sequence_tokens: Option<usize>,
@@ -136,7 +144,7 @@ pub struct Addresses {
 pub async fn run(args: Args) -> anyhow::Result<()> {
     let settings = settings::layered(&args.settings, args.config.as_deref(), "coordinator")?;
     let config = settings.into_config()?;
-    tracing::info!(?config, "starting a coordinator");
+    announce(&config);
     let shutdown = signals::shutdown_token(args.exit_on_stdin_close)?;
     let mut written = Ok(());
     let ready = |grpc, http| {
@@ -150,6 +158,24 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     };
     lockstep_coordinator::run(config, shutdown.clone(), ready).await?;
     written
+}
+
+/// Says what the settings come to.
+fn announce(config: &CoordinatorConfig) {
+    let model = config.model.as_ref();
+    tracing::info!(
+        coordinator_id = config.coordinator_id,
+        model = model.map(|model| &*model.name),
+        source = model.map(|model| &*model.source),
+        policy = model.map(|model| tracing::field::display(model.policy)),
+        min_workers = model.map(|model| model.min_workers),
+        etcd = config.etcd.as_ref().map(|etcd| etcd.endpoints.join(",")),
+        tenants = config.tenants_file.as_ref().map(|path| tracing::field::display(path.display())),
+        clients = if config.client_tls.is_some() { "TLS" } else { "clear text" },
+        members = if config.cluster_tls.is_some() { "TLS" } else { "clear text" },
+        "starting a coordinator"
+    );
+    tracing::debug!(?config, "all settings");
 }
 
 /// What a coordinator with these flags and this settings file shows to clients.
@@ -191,18 +217,28 @@ impl Settings {
         let policy = parse_policy(self.policy.as_deref().unwrap_or("auto"))?;
         let min_workers = self.min_workers.unwrap_or(1);
         let model_name = self.model_name;
+        let options = PlanOptions::default();
+        let plan_options = PlanOptions {
+            block_size: self.block_size.unwrap_or(options.block_size),
+            max_sequence_tokens: self.max_sequence_tokens.or(options.max_sequence_tokens),
+            max_num_sequences: self.max_num_sequences.unwrap_or(options.max_num_sequences),
+            max_step_tokens: self.max_step_tokens.or(options.max_step_tokens),
+            num_kv_blocks: self.num_kv_blocks.or(options.num_kv_blocks),
+        };
         let model = self.model.map(|source| ModelSpec {
             name: model_name.unwrap_or_else(|| default_model_name(&source)),
             source,
             policy,
             min_workers,
+            plan_options,
         });
+        let replan_delay = self.replan_delay_secs.unwrap_or(30.0);
+        let replan_delay = if replan_delay == 0.0 { None } else { Some(seconds("replan_delay_secs", replan_delay)?) };
         let client_tls = self.server_tls.files()?;
         let allow_insecure = self.cluster_tls.allow_insecure();
         let is_open = client_tls.is_some() || allow_insecure;
         let any_ip = IpAddr::from(if is_open { Ipv4Addr::UNSPECIFIED } else { Ipv4Addr::LOCALHOST });
         let grpc_listen = self.grpc_listen.unwrap_or_else(|| SocketAddr::new(any_ip, 7070));
-        let options = PlanOptions::default();
         Ok(CoordinatorConfig {
             grpc_listen,
             http_listen: self.http_listen.unwrap_or_else(|| SocketAddr::new(grpc_listen.ip(), 7080)),
@@ -211,13 +247,9 @@ impl Settings {
                 .unwrap_or_else(|| format!("coordinator-{:08x}", uuid::Uuid::new_v4().as_fields().0)),
             etcd: self.etcd.settings(allow_insecure)?,
             model,
-            plan_options: PlanOptions {
-                block_size: self.block_size.unwrap_or(options.block_size),
-                max_sequence_tokens: self.max_sequence_tokens.or(options.max_sequence_tokens),
-                max_num_sequences: self.max_num_sequences.unwrap_or(options.max_num_sequences),
-                max_step_tokens: self.max_step_tokens.or(options.max_step_tokens),
-                num_kv_blocks: self.num_kv_blocks.or(options.num_kv_blocks),
-            },
+            settings_revision: self.settings_revision.unwrap_or(0),
+            plan_options,
+            replan_delay,
             lease: seconds("lease_secs", self.lease_secs.unwrap_or(2.0))?,
             max_concurrent_requests: self.max_concurrent_requests.unwrap_or(1024),
             tenants_file: self.tenants,
