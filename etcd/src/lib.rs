@@ -2,7 +2,7 @@
 //!
 //! - [`EtcdSettings`]: where etcd answers, and the prefix of the cluster's keys. [`keys`]: the keys themselves.
 //! - [`Connection`]: one endpoint at a time, every call with a limit. [`Lease`]: kept alive by whoever holds it.
-//! - [`membership`]: how a member of etcd itself starts.
+//! - [`membership`]: how a member of etcd itself starts. [`founding`]: when it may found a cluster.
 //!
 //! For: the worker's registration and the coordinator's registry. Without the feature `client` there are only settings
 //! and keys, so that a build without protoc can still say what it lacks.
@@ -12,6 +12,8 @@
 
 #[cfg(feature = "client")]
 mod connection;
+#[cfg(feature = "client")]
+pub mod founding;
 pub mod keys;
 #[cfg(feature = "client")]
 mod lease;

@@ -3,8 +3,9 @@
 //!
 //! For: the members of a StatefulSet, which are all given the same list (`lockstep etcd-member`).
 //! Invariants: nobody is removed but the member that asks, and only if etcd has seen it run and its data is gone; without a
-//! leader nothing is changed, and etcd itself refuses to start as new what its peers know.
-//! Not here: members that are to go (`etcdctl member remove`), data (etcd sends it to a member that joins).
+//! leader nothing is changed; a cluster is founded only by members that all have no data.
+//! Not here: how they know that ([`founding`](crate::founding)), members that are to go (`etcdctl member remove`), data (etcd
+//! sends it to a member that joins).
 
 use etcd_client::Member;
 
@@ -42,22 +43,22 @@ pub fn parse(list: &str) -> Result<Vec<Wanted>, String> {
     list.split(',').map(wanted).collect()
 }
 
-/// Makes room for `own`, a member that has no data, and says how it is to start. Where nobody answers it founds the cluster.
+/// Makes room for `own`, a member that has no data, and says how it is to start; nothing if no member of a cluster answers.
 ///
 /// # Errors
 /// [`EtcdError`] if those that run do not admit it now, as while another one joins or they have no leader; trying again may
 /// help.
-pub async fn admit(settings: &EtcdSettings, wanted: &[Wanted], own: &Wanted) -> Result<Start, EtcdError> {
+pub async fn admit(settings: &EtcdSettings, wanted: &[Wanted], own: &Wanted) -> Result<Option<Start>, EtcdError> {
     let mut endpoints = Endpoints::new(settings, 0);
     let mut leaderless = None;
     for _ in 0..endpoints.len() {
         match members_of(&mut endpoints).await {
-            Ok((connection, members)) => return admit_at(&connection, &members, wanted, own).await,
+            Ok((connection, members)) => return admit_at(&connection, &members, wanted, own).await.map(Some),
             Err(error) if is_of_member(&error) => leaderless = Some(error),
-            Err(error) => tracing::info!(%error, "no cluster here"),
+            Err(error) => tracing::debug!(%error, "no cluster here"),
         }
     }
-    leaderless.map_or_else(|| Ok(first_start(wanted)), Err)
+    leaderless.map_or(Ok(None), Err)
 }
 
 /// Whether a member itself refused, which only one that has been part of a cluster can; one that still waits for the others
@@ -146,7 +147,8 @@ impl Standing {
     }
 }
 
-fn first_start(wanted: &[Wanted]) -> Start {
+/// The start of a member that founds a cluster with the others.
+pub fn first_start(wanted: &[Wanted]) -> Start {
     let parts: Vec<_> = wanted.iter().map(|member| format!("{}={}", member.name, member.peer_url)).collect();
     Start { initial_cluster: parts.join(","), state: "new" }
 }

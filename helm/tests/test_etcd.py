@@ -51,6 +51,23 @@ class Membership(unittest.TestCase):
             node.wait_ready()
             self.check(node, 3)
 
+    def test_a_second_cluster_is_never_founded(self):
+        with Node(rendered(3)) as node:
+            node.start()
+            node.wait_ready()
+            self.control(node.pods[f"{NAME}-0"], "put", "key", "value")
+            self.check(node, 3)
+            for pod in node.pods.values():
+                pod.terminate()
+            # A majority without data might found one, were it not for the third, which has not said that it has none.
+            for index in (1, 2):
+                node.replace(NAME, index, is_volume_lost=True, waits=False)
+            time.sleep(5)
+            node.replace(NAME, 0, waits=False)
+            time.sleep(5)
+            for index in (1, 2):
+                self.assertIsNone(node.pods[f"{NAME}-{index}"].process, "etcd was started")
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -6,7 +6,11 @@ use std::{
 };
 
 use anyhow::Context;
-use lockstep_etcd::membership::{self, Start};
+use lockstep_etcd::{
+    EtcdSettings,
+    founding::Founding,
+    membership::{self, Start, Wanted},
+};
 
 use crate::{UsageError, tls::EtcdArgs};
 
@@ -16,7 +20,8 @@ const INTERVAL: Duration = Duration::from_secs(1);
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Write the configuration file with which a member of etcd starts. A member with data starts as it was; one without joins
-/// the members that run, in place of itself where its disk is lost, or founds the cluster with the others.
+/// the members that run, in place of itself where its disk is lost. If nobody runs it founds the cluster with the others, once
+/// each of them has told it, at the port of its peers, that it has no data either.
 #[derive(clap::Args)]
 #[command(after_help = "\
 In an init container, before etcd --config-file=/run/etcd/etcd.yaml:
@@ -58,19 +63,42 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         // etcd looks at neither where there is data.
         Start { initial_cluster: args.initial_cluster.clone(), state: "existing" }
     } else {
-        let end = Instant::now() + PATIENCE;
-        loop {
-            match membership::admit(&settings, &wanted, own).await {
-                Ok(start) => break start,
-                Err(error) if Instant::now() < end => tracing::warn!(%error, "not admitted yet"),
-                Err(error) => return Err(error).context("the members that run do not admit this one"),
-            }
-            tokio::time::sleep(INTERVAL).await;
-        }
+        start_without_data(&settings, &wanted, own).await?
     };
     tracing::info!(state = start.state, initial_cluster = start.initial_cluster, "the member may start");
     let text = filled(&template, &args.name, &start)?;
     std::fs::write(&args.output, text).with_context(|| format!("cannot write {}", args.output.display()))
+}
+
+async fn start_without_data(settings: &EtcdSettings, wanted: &[Wanted], own: &Wanted) -> anyhow::Result<Start> {
+    let end = Instant::now() + PATIENCE;
+    let mut founding = None;
+    loop {
+        let problem = match membership::admit(settings, wanted, own).await {
+            Ok(Some(start)) => return Ok(start),
+            Ok(None) => match founding_of(&mut founding, wanted, own).await {
+                Ok(()) => return Ok(membership::first_start(wanted)),
+                Err(problem) => problem,
+            },
+            Err(error) => format!("the members that run do not admit this one: {error}"),
+        };
+        anyhow::ensure!(Instant::now() < end, "{problem}");
+        tracing::warn!(problem, "may not start yet");
+        tokio::time::sleep(INTERVAL).await;
+    }
+}
+
+/// One attempt to found a cluster, where nobody answers as a member of one.
+async fn founding_of(founding: &mut Option<Founding>, wanted: &[Wanted], own: &Wanted) -> Result<(), String> {
+    let founding = match founding {
+        Some(founding) => founding,
+        None => {
+            let opened = Founding::open(wanted, own).await;
+            founding.insert(opened.map_err(|error| format!("cannot listen at {}: {error}", own.peer_url))?)
+        }
+    };
+    let silent = founding.ask().await;
+    silent.map_err(|names| format!("no cluster answers, and these may have its data: {names}"))
 }
 
 /// Whether etcd has ever written there.
