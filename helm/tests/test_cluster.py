@@ -12,10 +12,11 @@ import re
 import subprocess
 import tempfile
 import threading
+import time
 import unittest
 
 import chart
-from kubelet import Node
+from kubelet import PATIENCE, Node
 
 MODEL = pathlib.Path(os.environ["LOCKSTEP_TEST_MODEL"])
 # Small workers, several on a machine.
@@ -122,6 +123,48 @@ class Cluster(unittest.TestCase):
             node.start()
             node.wait_ready()
             self.check(node)
+
+    def test_a_broken_upgrade_is_backed_out_of_and_mended(self):
+        """Coordinators that never got ready are replaced by ones that do, though one of theirs still leads: at first, and
+        when an upgrade has broken what served."""
+        claim = {"cache": {"type": "persistentVolumeClaim", "existingClaim": "models"}}
+        values = {
+            "insecure": True,
+            "model": {"uri": "", "path": MODEL.name, **claim},
+            "coordinator": {"replicas": 2, "config": {"policy": "tensor=2", "max_sequence_tokens": 2048, "model_name": "smol"}},
+            "etcd": {"mode": "bundled", "bundled": {"replicas": 1}},
+        }
+        good, _ = chart.render(chart.merged(values, SMALL))
+        broken, _ = chart.render(chart.merged(chart.merged(values, SMALL), {"model": {"path": "missing.gguf"}}))
+        owner = "lockstep-coordinator"
+        with Node(broken) as node:
+            (node.shared("models") / MODEL.name).symlink_to(MODEL)
+            node.start()
+            node.wait_ready(node.of("etcd") + node.of("worker"))
+            self.wait_refused(node)
+            # The Deployment's way: one may be missing, the other stays until this one is ready.
+            node.manifests = good
+            node.replace(owner, 1)
+            node.wait_ready()
+            node.manifests = broken
+            node.replace(owner, 1, waits=False)
+            self.wait_refused(node)
+            node.manifests = good
+            node.replace(owner, 1)
+            node.wait_ready()
+            status, output = node.run_test_pod()
+            self.assertEqual(status, 0, output)
+
+    def wait_refused(self, node):
+        """Waits until the coordinators are alive and none is ready."""
+        end = time.monotonic() + PATIENCE
+        while True:
+            coordinators = node.of("coordinator")
+            alive = all(pod.probe("livenessProbe") for pod in coordinators)
+            if alive and not any(pod.probe("readinessProbe") for pod in coordinators):
+                return
+            self.assertLess(time.monotonic(), end)
+            time.sleep(0.2)
 
 
 if __name__ == "__main__":
