@@ -1,8 +1,9 @@
 //! The worker's gRPC service and its life: bind, register, serve, drain.
 //!
 //! - `grpc`: the service itself. `replicas`: the parts held. `wire`: validation and conversion. `probe`: what HTTP asks.
-//! - `followers`: who listens to its heartbeats.
+//! - `followers`: who listens to its heartbeats. `failures`: which loads failed.
 
+mod failures;
 mod followers;
 mod grpc;
 mod probe;
@@ -129,7 +130,10 @@ impl WorkerState {
 
     /// Notes whether the coordinator, or etcd, holds this worker's registration.
     pub fn set_registered(&self, is_registered: bool) {
-        self.is_registered.store(is_registered, Ordering::Relaxed);
+        let was_registered = self.is_registered.swap(is_registered, Ordering::Relaxed);
+        if is_registered && !was_registered {
+            self.replicas.forget_failures();
+        }
     }
 }
 

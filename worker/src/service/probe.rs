@@ -1,6 +1,6 @@
 //! What the worker answers to orchestrators and Prometheus.
-//! Invariant: ready is a worker that has loaded what it was given and whose steps come back; whether a model serves is
-//! the coordinator's answer.
+//! Invariant: ready is a worker that has loaded what it was given and whose steps come back; one that could not load it is
+//! not, for as long as `failures` says. Whether a model serves is the coordinator's answer.
 
 use std::time::SystemTime;
 
@@ -35,7 +35,7 @@ impl Probe for WorkerState {
         if states.contains(&PartState::Stalled) {
             return Err("a replica that the worker leads does not answer".to_owned());
         }
-        Ok(())
+        self.replicas.failure().map_or(Ok(()), Err)
     }
 
     fn metrics(&self) -> String {

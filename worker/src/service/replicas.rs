@@ -19,7 +19,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
-use super::wire;
+use super::{failures::Failures, wire};
 use crate::{
     WorkerError,
     collective::LinkListener,
@@ -97,6 +97,7 @@ type Entries = BTreeMap<ReplicaKey, Entry>;
 #[derive(Clone, Default)]
 pub(crate) struct Replicas {
     entries: Arc<Mutex<Entries>>,
+    failures: Arc<Failures>,
 }
 
 impl Replicas {
@@ -132,6 +133,7 @@ impl Replicas {
         let entry = Entry { devices, cancel: spec.cancel.clone(), state: state.clone(), freed: None };
         entries.insert(key, entry);
         drop(entries);
+        let failures = Arc::clone(&self.failures);
         tokio::spawn(async move {
             join_all(freed).await;
             // If the load panics, the sender is gone without an outcome, and those who follow it see that.
@@ -139,7 +141,11 @@ impl Replicas {
                 let progress = |loaded_bytes, total_bytes| {
                     sender.send_modify(|state| (state.loaded_bytes, state.total_bytes) = (loaded_bytes, total_bytes));
                 };
+                let (model, cancel) = (spec.model.clone(), spec.cancel.clone());
                 let loaded = timed_load(spec, links, &progress);
+                if !cancel.is_cancelled() {
+                    failures.note(&model, &loaded, Instant::now());
+                }
                 // Slices as they were stored, the vocabulary, and perhaps the weights of a replaced part.
                 return_freed_memory();
                 let outcome = loaded.map(Arc::new).map_err(|error| wire::status_of(&error));
@@ -233,6 +239,16 @@ impl Replicas {
             Some(Err(_)) => PartState::Broken,
         };
         self.lock().values().map(state).collect()
+    }
+
+    /// Which load failed here, and why, as long as that makes the worker unfit; see [`Failures`].
+    pub fn failure(&self) -> Option<String> {
+        self.failures.standing(Instant::now())
+    }
+
+    /// Forgets which loads failed, as whoever asked for them is gone.
+    pub fn forget_failures(&self) {
+        self.failures.forget();
     }
 
     /// Starts freeing a part, once; it leaves the list when that is done.

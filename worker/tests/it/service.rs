@@ -20,7 +20,12 @@ use lockstep_worker::{
     config::RegistryAddress,
     devices::{DeviceSelection, DeviceSettings},
 };
-use tokio::{sync::mpsc, task::JoinHandle};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+    sync::mpsc,
+    task::JoinHandle,
+};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{
@@ -166,6 +171,15 @@ impl Harness {
         }
         assert!(last.ready && last.loaded_bytes == last.total_bytes && last.total_bytes > 0, "{last:?}");
         Ok(())
+    }
+
+    /// What `/readyz` answers, as an error if the worker is not ready.
+    async fn readiness(&self) -> Result<(), String> {
+        let mut stream = TcpStream::connect(&self.hello.http_address).await.unwrap();
+        stream.write_all(b"GET /readyz HTTP/1.0\r\n\r\n").await.unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        if answer.split(' ').nth(1) == Some("200") { Ok(()) } else { Err(answer) }
     }
 
     async fn unload(&mut self, plan_epoch: u64, replica: u32) {
@@ -338,6 +352,34 @@ fn unloading_frees_the_replica() {
         harness.unload(3, 0).await;
         harness.holds(&[]).await;
         assert_eq!(Class::of(&harness.run(3, 4).await.unwrap_err()), Class::StaleEpoch);
+        harness.shutdown.cancel();
+        tokio::time::timeout(WAIT, harness.worker).await.unwrap().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn a_worker_whose_load_failed_is_not_ready_until_another_succeeds() {
+    block_on(async {
+        let mut harness = Harness::start().await;
+        let registered = async {
+            while harness.readiness().await.is_err() {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        tokio::time::timeout(WAIT, registered).await.unwrap();
+        let good = harness.load_request(1, 0, &[0]).await;
+        let source = "/nowhere/m.gguf".to_owned();
+        let mut progress =
+            harness.client.load_replica(v1::LoadReplicaRequest { source, ..good }).await.unwrap().into_inner();
+        while let Ok(Some(_)) = progress.message().await {}
+        let problem = harness.readiness().await.unwrap_err();
+        assert!(problem.contains("\"m\" could not be loaded") && problem.contains("/nowhere/m.gguf"), "{problem}");
+        // Coordinators take back what did not load, before they try again.
+        harness.unload(1, 0).await;
+        assert_eq!(harness.readiness().await.unwrap_err(), problem);
+        harness.load(2).await.unwrap();
+        assert_eq!(harness.readiness().await, Ok(()));
+        harness.unload(2, 0).await;
         harness.shutdown.cancel();
         tokio::time::timeout(WAIT, harness.worker).await.unwrap().unwrap().unwrap();
     });
