@@ -1,8 +1,9 @@
 //! Settings of a coordinator process.
 
-use std::{net::SocketAddr, time::Duration};
+use std::{ffi::OsStr, fmt, net::SocketAddr, path::Path, time::Duration};
 
 use lockstep_etcd::EtcdSettings;
+use lockstep_model::source::shown;
 use lockstep_sharding::{PlanOptions, Policy};
 use lockstep_transport::TlsFiles;
 
@@ -49,11 +50,11 @@ pub struct CoordinatorConfig {
 }
 
 /// A model to serve.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct ModelSpec {
     /// Name for clients.
     pub name: String,
-    /// Path on the workers.
+    /// Path on the workers, or a URL that they read; that may hold a secret and is shown by [`shown`] only.
     pub source: String,
     /// How to cut it.
     pub policy: Policy,
@@ -61,4 +62,42 @@ pub struct ModelSpec {
     pub min_workers: usize,
     /// Sizes that plans leave room for.
     pub plan_options: PlanOptions,
+}
+
+impl fmt::Debug for ModelSpec {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, source, policy, min_workers } = self;
+        let mut shown_spec = formatter.debug_struct("ModelSpec");
+        shown_spec.field("name", name).field("source", &shown(source)).field("policy", policy);
+        shown_spec.field("min_workers", min_workers).finish()
+    }
+}
+
+/// The name under which a model is served if none is given: the file's or folder's, without the ending of a format.
+pub fn default_model_name(source: &str) -> String {
+    let source = shown(source);
+    let path = Path::new(&source);
+    let is_format = |ending: &OsStr| ending == "gguf" || ending == "safetensors";
+    let name = if path.extension().is_some_and(is_format) { path.file_stem() } else { path.file_name() };
+    name.map_or_else(|| source.clone(), |name| name.to_string_lossy().into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_is_named_after_its_file_and_shown_without_secrets() {
+        let names = [
+            ("/models/SmolLM2-135M.Q4_1.gguf", "SmolLM2-135M.Q4_1"),
+            ("/models/Llama-3.1-8B/", "Llama-3.1-8B"),
+            ("https://user:secret@h/x@y.gguf?sig=a/secret.gguf", "x@y"),
+        ];
+        for (source, name) in names {
+            assert_eq!(default_model_name(source), name);
+        }
+        let (source, policy) = (names[2].0.to_owned(), Policy::AUTO);
+        let spec = ModelSpec { name: "m".into(), source, policy, min_workers: 1 };
+        assert!(!format!("{spec:?}").contains("secret"), "{spec:?}");
+    }
 }

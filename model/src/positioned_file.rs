@@ -43,16 +43,16 @@ impl PositionedFile {
     /// # Errors
     /// [`ModelError::Io`] if it cannot be opened or is no regular file.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
-        let failed = |source| ModelError::Io { path: path.to_owned(), what: "cannot open the file".into(), source };
+        let failed = |source| ModelError::Io { path: shown_path(path), what: "cannot open the file".into(), source };
         Ok(Self::new(path, open(path).map_err(failed)?))
     }
 
     /// Takes bytes from elsewhere under the name of `path`.
     pub fn new(path: &Path, bytes: Box<dyn ReadAt>) -> Self {
-        Self { path: path.to_owned(), bytes, bytes_read: AtomicU64::new(0) }
+        Self { path: shown_path(path), bytes, bytes_read: AtomicU64::new(0) }
     }
 
-    /// Path that it was opened with.
+    /// Path that it was opened with, or its URL as it may be shown.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -84,9 +84,23 @@ impl PositionedFile {
     }
 }
 
+/// A model's path or URL as it may be shown and logged: without what may be a secret, which are the query of a URL (it may
+/// hold a signature) and its user and password.
+pub fn shown(source: &str) -> String {
+    let Some((scheme, rest)) = source.split_once("://") else { return source.to_owned() };
+    let rest = rest.split(['?', '#']).next().unwrap_or_default();
+    let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+    let host = authority.rsplit('@').next().unwrap_or_default();
+    format!("{scheme}://{host}{path}")
+}
+
 /// Whether a model's path is a URL under which workers read it where it lies.
 pub fn is_remote(path: &Path) -> bool {
     path.to_str().is_some_and(|text| text.contains("://"))
+}
+
+fn shown_path(path: &Path) -> PathBuf {
+    path.to_str().map_or_else(|| path.to_owned(), |text| shown(text).into())
 }
 
 #[cfg(not(target_family = "wasm"))]

@@ -71,8 +71,8 @@ impl RemoteFile {
     }
 
     fn fetch(&self, range: Range<u64>) -> io::Result<Vec<u8>> {
-        let (object, etag, options) = (self.object.clone(), self.meta.e_tag.clone(), self.options.clone());
-        wait(async move { fetch(&object, etag, range, &options).await })
+        let (object, meta, options) = (self.object.clone(), self.meta.clone(), self.options.clone());
+        wait(async move { fetch(&object, &meta, range, &options).await })
     }
 }
 
@@ -98,7 +98,7 @@ impl ReadAt for RemoteFile {
 /// All bytes of a range, over as many requests as it takes.
 async fn fetch(
     object: &RemoteObject,
-    etag: Option<String>,
+    meta: &ObjectMeta,
     range: Range<u64>,
     options: &FetchOptions,
 ) -> Result<Vec<u8>, FetchError> {
@@ -108,7 +108,7 @@ async fn fetch(
     while bytes.len() < length {
         let rest = range.start + bytes.len() as u64..range.end;
         let outcome = async {
-            let mut chunks = object.get(GetRange::Bounded(rest), etag.clone()).await?;
+            let mut chunks = object.get(GetRange::Bounded(rest), meta).await?;
             while let Some(chunk) = object.next(&mut chunks).await? {
                 // A server that sends more than it was asked for is not believed.
                 bytes.extend_from_slice(&chunk[..chunk.len().min(length - bytes.len())]);
@@ -129,7 +129,8 @@ async fn fetch(
 
 /// Waits before the next attempt; gives the error back where there is none.
 async fn pause(error: FetchError, attempts: &mut u32, options: &FetchOptions) -> Result<(), FetchError> {
-    if !is_passing(&error) {
+    // What was read before is of a version that is gone.
+    if !is_passing(&error) || matches!(error, FetchError::Changed { .. }) {
         return Err(error);
     }
     *attempts += 1;

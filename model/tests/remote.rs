@@ -22,41 +22,77 @@ use lockstep_model::{
 struct Server {
     url: PathBuf,
     sent: Arc<AtomicU64>,
+    /// Of the file, as its headers tell.
+    version: Arc<AtomicUsize>,
+}
+
+/// The headers that tell versions of a file apart.
+type Validators = fn(usize) -> String;
+
+fn dated(version: usize) -> String {
+    format!("Last-Modified: Sat, 01 Nov 2025 10:00:0{version} GMT")
+}
+
+fn strong(version: usize) -> String {
+    format!("ETag: \"{version}\"\r\n{}", dated(version))
+}
+
+fn weak(version: usize) -> String {
+    format!("ETag: W/\"{version}\"\r\n{}", dated(version))
+}
+
+/// Whether a request is for another version. A weak ETag matches nothing.
+fn is_refused(head: &[String], validators: &str) -> bool {
+    let asked = |name: &str| head.iter().find_map(|line| line.to_lowercase().strip_prefix(name).map(str::to_owned));
+    let validators = validators.to_lowercase();
+    asked("if-match: ").is_some_and(|etag| etag.starts_with("w/") || !validators.contains(&etag))
+        || asked("if-unmodified-since: ").is_some_and(|time| !validators.contains(&time))
 }
 
 impl Server {
-    fn start(file: Vec<u8>) -> Self {
+    fn start(file: Vec<u8>, validators: Validators) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
         let url = PathBuf::from(format!("http://{}/m.gguf", listener.local_addr().expect("address")));
         let sent = Arc::new(AtomicU64::new(0));
         let counted = Arc::clone(&sent);
         let (file, answers) = (Arc::new(file), Arc::new(AtomicUsize::new(0)));
+        let version = Arc::new(AtomicUsize::new(1));
+        let told = Arc::clone(&version);
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 let (file, answers, counted) = (Arc::clone(&file), Arc::clone(&answers), Arc::clone(&counted));
+                let validators = validators(told.load(Ordering::Relaxed));
                 // A client that went away is no concern of the server.
-                std::thread::spawn(move || answer(stream, &file, &answers, &counted));
+                std::thread::spawn(move || answer(stream, &file, &validators, &answers, &counted));
             }
         });
-        Self { url, sent }
+        Self { url, sent, version }
     }
 }
 
-fn answer(mut stream: TcpStream, file: &[u8], answers: &AtomicUsize, sent: &AtomicU64) -> std::io::Result<()> {
+fn answer(
+    mut stream: TcpStream,
+    file: &[u8],
+    validators: &str,
+    answers: &AtomicUsize,
+    sent: &AtomicU64,
+) -> std::io::Result<()> {
     let head: Vec<String> = BufReader::new(stream.try_clone()?)
         .take(16 << 10)
         .lines()
         .map_while(Result::ok)
         .take_while(|line| !line.is_empty())
         .collect();
+    if is_refused(&head, validators) {
+        return write!(stream, "HTTP/1.1 412 Precondition Failed\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
+    }
     let is_get = head.first().is_some_and(|line| line.starts_with("GET"));
     let range = head.iter().find_map(|line| line.to_lowercase().strip_prefix("range: bytes=").map(str::to_owned));
     let bounds = range.as_deref().and_then(|range| range.split_once('-'));
     let (first, last) = bounds
         .map_or((0, file.len() - 1), |(first, last)| (first.parse().expect("first"), last.parse().expect("last")));
     let part = &file[first..=last];
-    let common =
-        format!("ETag: \"a\"\r\nLast-Modified: Sat, 01 Nov 2025 10:00:00 GMT\r\nContent-Length: {}", part.len());
+    let common = format!("{validators}\r\nContent-Length: {}", part.len());
     let status = match bounds {
         Some(_) => format!("206 Partial Content\r\nContent-Range: bytes {first}-{last}/{}", file.len()),
         None => "200 OK".to_owned(),
@@ -81,7 +117,7 @@ fn slices_are_those_of_the_file() {
     let path = folder.path().join("m.gguf");
     synth(&tiny(), &path, |_, _| {}).expect("synthesize");
     let local = Checkpoint::open(&path).expect("open the file");
-    let server = Server::start(std::fs::read(&path).expect("read"));
+    let server = Server::start(std::fs::read(&path).expect("read"), strong);
     let remote = Checkpoint::open(&server.url).expect("open the object");
     assert_eq!((remote.shape(), remote.num_bytes()), (local.shape(), local.num_bytes()));
 
@@ -98,12 +134,30 @@ fn slices_are_those_of_the_file() {
 }
 
 #[test]
+fn what_is_read_is_of_one_version() {
+    let folder = tempfile::tempdir().expect("folder");
+    let path = folder.path().join("m.gguf");
+    synth(&tiny(), &path, |_, _| {}).expect("synthesize");
+    for validators in [strong as Validators, weak, dated] {
+        let server = Server::start(std::fs::read(&path).expect("read"), validators);
+        let signed = PathBuf::from(format!("{}?sig=secret", server.url.display()));
+        let remote = Checkpoint::open(&signed).expect("open");
+        let tensor = remote.shape().tensors.first().expect("a tensor").clone();
+        let read = || remote.read_slice(tensor.role, tensor.layer, 0..tensor.rows, 0..tensor.columns);
+        read().expect("slice");
+        server.version.store(2, Ordering::Relaxed);
+        let error = read().expect_err("another version").to_string();
+        assert!(error.contains("changed while it was read") && !error.contains("secret"), "{error}");
+    }
+}
+
+#[test]
 fn a_part_costs_about_its_own_bytes() {
     let folder = tempfile::tempdir().expect("folder");
     let path = folder.path().join("m.gguf");
     let spec = SynthSpec { vocab_size: 4096, hidden_size: 1024, ..tiny() };
     synth(&spec, &path, |_, _| {}).expect("synthesize");
-    let server = Server::start(std::fs::read(&path).expect("read"));
+    let server = Server::start(std::fs::read(&path).expect("read"), strong);
     let remote = Checkpoint::open(&server.url).expect("open");
     let header = server.sent.load(Ordering::Relaxed);
     let embedding = remote.shape().tensors.iter().find(|tensor| tensor.layer.is_none()).expect("a tensor").clone();

@@ -150,13 +150,13 @@ async fn a_file_arrives_whole_with_progress() {
     assert!(seen.is_sorted_by_key(|progress| progress.bytes));
     assert_eq!(seen.last(), Some(&Progress { bytes: 300_000, total_bytes: Some(300_000) }));
 
-    // Again: nothing is asked of the server, unless the file is not the one that is wanted.
+    // Again: nothing is asked of the server, unless the file is not the one that is wanted; it stays until that has come.
     let again = pull(&source, folder.path(), &options()).await.expect("again");
     assert!(again.was_present);
     let wrong = FetchOptions { sha256: Some("0".repeat(64)), ..options() };
     assert!(matches!(pull(&source, folder.path(), &wrong).await, Err(FetchError::Hash { .. })));
     assert_eq!(std::fs::read(&fetched.path).expect("file"), file());
-    assert_eq!(server.requests().len(), 1);
+    assert_eq!(server.requests().len(), 2);
 }
 
 #[tokio::test]
@@ -178,7 +178,7 @@ async fn missing_folders_are_made_and_nothing_is_written_beside_a_file_that_is_t
 }
 
 #[tokio::test]
-async fn a_file_that_was_fetched_here_is_hashed_again_only_if_it_changed() {
+async fn a_file_that_was_fetched_here_is_hashed_again_only_if_it_changed_and_then_fetched_anew() {
     let server = Server::start(|_, request| serve(request, &file(), "\"a\"", usize::MAX)).await;
     let folder = tempfile::tempdir().expect("folder");
     let source = format!("{}/m.gguf", server.address);
@@ -187,13 +187,14 @@ async fn a_file_that_was_fetched_here_is_hashed_again_only_if_it_changed() {
     let fetched = std::fs::metadata(&path).and_then(|metadata| metadata.modified()).expect("time");
     let mut changed = file();
     changed[7] ^= 1;
-    std::fs::write(&path, changed).expect("write");
-    let error = pull(&source, folder.path(), &checked).await.expect_err("another file");
-    assert!(matches!(error, FetchError::Hash { .. }), "{error}");
+    std::fs::write(&path, &changed).expect("write");
     // Nothing but size and time is looked at.
     let open = std::fs::File::options().write(true).open(&path).expect("open");
     open.set_modified(fetched).expect("time");
     assert!(pull(&source, folder.path(), &checked).await.expect("as it was").was_present);
+    open.set_modified(fetched + Duration::from_secs(1)).expect("time");
+    assert!(!pull(&source, folder.path(), &checked).await.expect("anew").was_present);
+    assert_eq!(std::fs::read(&path).expect("file"), file());
     let other = FetchOptions { sha256: Some("0".repeat(64)), ..options() };
     let error = pull(&source, folder.path(), &other).await.expect_err("another hash");
     assert!(matches!(error, FetchError::Hash { .. }), "{error}");
@@ -356,4 +357,46 @@ async fn no_server_and_a_second_fetch_are_clear_errors() {
     assert!(matches!(error, FetchError::Locked { .. }), "{error}");
     let error = pull(&source, &folder.path().join("m.lock/m"), &options()).await.expect_err("a file in the way");
     assert!(matches!(error, FetchError::Io { .. }), "{error}");
+}
+
+/// A presigned URL is another one every hour.
+#[tokio::test]
+async fn a_new_signature_goes_on_with_what_has_come_if_the_hash_is_known_and_none_is_written_down() {
+    let folder = tempfile::tempdir().expect("folder");
+    let server = Server::start(|number, request| match number {
+        2 | 5 => head("404 Not Found", &[]),
+        _ => serve(request, &file(), "\"a\"", if request.contains("=old") { 100_000 } else { usize::MAX }),
+    })
+    .await;
+    let source = |name: &str| format!("{}/m?sig={name}", server.address.replace("//", "//user:secret@"));
+    for (options, is_continued) in
+        [(FetchOptions { sha256: Some(sha256(&file())), ..options() }, true), (options(), false)]
+    {
+        let error = pull(&source("old-secret"), folder.path(), &options).await.expect_err("404").to_string();
+        let written = std::fs::read_to_string(folder.path().join("m.partial.json")).expect("record");
+        assert!(
+            !error.contains("secret") && !written.contains("secret") && written.contains("etag"),
+            "{error} {written}"
+        );
+        pull(&source("new"), folder.path(), &options).await.expect("fetch");
+        assert_eq!(range_of(server.requests().last().expect("a request")).is_some(), is_continued);
+        std::fs::remove_file(folder.path().join("m")).expect("remove");
+    }
+}
+
+#[tokio::test]
+async fn a_body_that_a_break_may_have_ended_counts_only_with_its_hash() {
+    let folder = tempfile::tempdir().expect("folder");
+    let endless =
+        |cut: usize| move |_: usize, _: &Request| Reply { body: file()[..cut].to_vec(), ..head("200 OK", &[]) };
+    let server = Server::start(endless(300_000)).await;
+    let source = format!("{}/m", server.address);
+    let error = pull(&source, folder.path(), &options()).await.expect_err("no length").to_string();
+    assert!(error.contains("names no length"), "{error}");
+    assert_eq!((server.requests().len(), names(folder.path())), (1, vec!["m.lock".to_owned()]));
+    let checked = FetchOptions { sha256: Some(sha256(&file())), ..options() };
+    assert_eq!(pull(&source, folder.path(), &checked).await.expect("by its hash").num_bytes, 300_000);
+    let server = Server::start(endless(200_000)).await;
+    let error = pull(&format!("{}/n", server.address), folder.path(), &checked).await.expect_err("cut off");
+    assert!(matches!(error, FetchError::Hash { .. }), "{error}");
 }

@@ -15,7 +15,7 @@ use tonic::{Request, Response, Status};
 use super::status;
 use crate::{
     cluster::{PlanStore, Workers},
-    config::ModelSpec,
+    config::{ModelSpec, default_model_name},
     error::RequestError,
     planner::Planner,
     router::Router,
@@ -114,10 +114,12 @@ impl v1::admin_server::Admin for AdminService {
 /// The model that a request asks for. It waits until there are devices enough for its policy.
 fn spec_of(request: v1::LoadModelRequest, plan_options: PlanOptions) -> Result<ModelSpec, RequestError> {
     if request.source.is_empty() {
-        return Err(RequestError::invalid("source", "is empty, expected a path on the workers"));
+        return Err(RequestError::invalid(
+            "source",
+            "is empty, expected a path on the workers or a URL that they read",
+        ));
     }
-    let file_name = || request.source.trim_end_matches('/').rsplit('/').next().unwrap_or_default().to_owned();
-    let name = if request.name.is_empty() { file_name() } else { request.name.clone() };
+    let name = if request.name.is_empty() { default_model_name(&request.source) } else { request.name.clone() };
     if name.is_empty() || name.len() > MAX_NAME_BYTES || name.chars().any(char::is_control) {
         let problem = format!("is {name:?}, allowed are 1 to {MAX_NAME_BYTES} bytes without control characters");
         return Err(RequestError::invalid("name", problem));

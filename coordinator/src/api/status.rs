@@ -1,5 +1,6 @@
 //! The state of the cluster as operators see it: for `Admin.GetCluster`, `lockstep status` and the status page.
 
+use lockstep_model::source::shown;
 use lockstep_proto::v1;
 use lockstep_sharding::RankPlan;
 use serde_json::{Value, json};
@@ -54,7 +55,7 @@ fn device_status(device: &v1::WorkerDevice) -> v1::DeviceStatus {
 fn model_status(model: &ServedModel, live: &Workers) -> v1::ModelStatus {
     v1::ModelStatus {
         name: model.spec.name.clone(),
-        source: model.spec.source.clone(),
+        source: shown(&model.spec.source),
         plan_epoch: model.plan_epoch,
         replicas: model.replicas.iter().map(|replica| replica_status(replica, live)).collect(),
         problem: model.problem.as_ref().map_or_else(String::new, |problem| problem.detail.clone()),

@@ -35,7 +35,7 @@ async fn loads_and_unloads_models() {
     let progress = load(&coordinator, "", "/models/some.gguf", "").await.unwrap();
     let last = progress.last().unwrap();
     assert!(last.ready && last.loaded_bytes == 100 && last.total_bytes == 100, "{progress:?}");
-    let wanted = v1::GenerateRequest { model: "some.gguf".into(), ..request(1) };
+    let wanted = v1::GenerateRequest { model: "some".into(), ..request(1) };
     coordinator.inference().await.generate(wanted).await.unwrap();
 
     let plan =
@@ -48,9 +48,9 @@ async fn loads_and_unloads_models() {
     assert!(rank["worker_id"] == "w0" && rank["memory_bytes_per_second"].as_f64() > Some(0.0), "{json}");
 
     let mut admin = coordinator.admin().await;
-    admin.unload_model(v1::UnloadModelRequest { name: "some.gguf".into() }).await.unwrap();
+    admin.unload_model(v1::UnloadModelRequest { name: "some".into() }).await.unwrap();
     assert_eq!(worker.state.unloads.lock().unwrap().len(), 1);
-    let status = admin.unload_model(v1::UnloadModelRequest { name: "some.gguf".into() }).await.unwrap_err();
+    let status = admin.unload_model(v1::UnloadModelRequest { name: "some".into() }).await.unwrap_err();
     assert_eq!(status.code(), Code::NotFound);
 }
 

@@ -8,7 +8,7 @@ pub enum FetchError {
     /// The source is not written as one.
     #[error("{source_name}: {problem}")]
     InvalidSource {
-        /// As it was given.
+        /// As it may be shown.
         source_name: String,
         /// What is wrong.
         problem: String,
@@ -35,7 +35,7 @@ pub enum FetchError {
     /// The server refuses.
     #[error("{url}: status {status}{hint}")]
     Status {
-        /// Without the query, which may hold a signature.
+        /// As it may be shown.
         url: String,
         /// HTTP status.
         status: u16,
@@ -45,7 +45,7 @@ pub enum FetchError {
     /// The server's answer makes no sense.
     #[error("{url}: {problem}")]
     Response {
-        /// Without the query, which may hold a signature.
+        /// As it may be shown.
         url: String,
         /// What is wrong, expected and got.
         problem: String,
@@ -53,15 +53,21 @@ pub enum FetchError {
     /// The connection broke or stalled.
     #[error("{url}: connection: {source}")]
     Connection {
-        /// Without the query, which may hold a signature.
+        /// As it may be shown.
         url: String,
         /// Cause.
         source: reqwest::Error,
     },
+    /// The file is another one by now.
+    #[error("{url}: the file changed while it was read")]
+    Changed {
+        /// As it may be shown.
+        url: String,
+    },
     /// The store of the object refuses or fails.
     #[error("{url}: {source}")]
     Object {
-        /// Without the query.
+        /// As it may be shown.
         url: String,
         /// Cause.
         source: Box<object_store::Error>,
@@ -69,7 +75,7 @@ pub enum FetchError {
     /// The environment names no credentials, and the machine has no identity that it could show instead.
     #[error("{url}: no credentials: {hint} ({source})")]
     Credentials {
-        /// Without the query.
+        /// As it may be shown.
         url: String,
         /// What to set.
         hint: &'static str,
@@ -79,7 +85,7 @@ pub enum FetchError {
     /// Nothing came for too long.
     #[error("{url}: nothing came for {seconds} s")]
     Stalled {
-        /// Without the query.
+        /// As it may be shown.
         url: String,
         /// How long was waited.
         seconds: f64,

@@ -1,10 +1,11 @@
 //! What a source's text means: a URL, a file name, and whether the token may go there.
 //!
-//! Invariant: a file name has no separator and is not hidden behind `..`; errors never quote a URL's query.
+//! Invariant: a file name has no separator and is not hidden behind `..`; errors never quote a URL's query or user.
 
 use reqwest::Url;
 
 use super::{FetchError, object::RemoteObject};
+use crate::positioned_file::shown;
 
 /// A parsed source.
 pub(super) struct Location {
@@ -20,7 +21,7 @@ impl Location {
     /// # Errors
     /// [`FetchError::InvalidSource`].
     pub(super) fn parse(source: &str, hf_endpoint: &str) -> Result<Self, FetchError> {
-        let invalid = |problem: String| FetchError::InvalidSource { source_name: source.to_owned(), problem };
+        let invalid = |problem: String| FetchError::InvalidSource { source_name: shown(source), problem };
         let (url, is_hugging_face) = match source.strip_prefix("hf://") {
             Some(file) => (hugging_face_url(file, hf_endpoint).map_err(invalid)?, true),
             None if source.starts_with("http://") || source.starts_with("https://") => {
@@ -40,6 +41,11 @@ impl Location {
         }
         Ok(Self { url, file_name, is_hugging_face })
     }
+
+    /// See [`shown`].
+    pub(super) fn shown(&self) -> String {
+        shown(self.url.as_str())
+    }
 }
 
 fn hugging_face_url(file: &str, endpoint: &str) -> Result<Url, String> {
@@ -50,27 +56,16 @@ fn hugging_face_url(file: &str, endpoint: &str) -> Result<Url, String> {
     if path.is_empty() || !segments.iter().all(is_segment) || !revision.split('/').all(|part| is_segment(&part)) {
         return Err("expected hf://org/repo/file[@revision] with no empty part".to_owned());
     }
-    let mut url = Url::parse(endpoint).map_err(|error| format!("endpoint {endpoint}: {error}"))?;
+    let mut url = Url::parse(endpoint).map_err(|error| format!("endpoint {}: {error}", shown(endpoint)))?;
     if !matches!(url.scheme(), "http" | "https") {
-        return Err(format!("endpoint {endpoint}: expected an http(s) URL"));
+        return Err(format!("endpoint {}: expected an http(s) URL", shown(endpoint)));
     }
     url.path_segments_mut()
-        .map_err(|()| format!("endpoint {endpoint}: has no path"))?
+        .map_err(|()| format!("endpoint {}: has no path", shown(endpoint)))?
         .pop_if_empty()
         .extend([*org, *repo, "resolve", revision])
         .extend(path);
     Ok(url)
-}
-
-/// A URL as errors show it.
-pub(super) fn without_query(url: &Url) -> String {
-    let mut url = url.clone();
-    url.set_query(None);
-    url.set_fragment(None);
-    // Neither can fail for http(s).
-    let _ = url.set_username("");
-    let _ = url.set_password(None);
-    url.into()
 }
 
 /// Lower-case hexadecimal of a SHA-256 that a user gave.
@@ -79,7 +74,7 @@ pub(super) fn without_query(url: &Url) -> String {
 /// [`FetchError::InvalidSource`] if it is none.
 pub(super) fn parse_sha256(source: &str, hash: &str) -> Result<String, FetchError> {
     as_sha256(hash).ok_or_else(|| FetchError::InvalidSource {
-        source_name: source.to_owned(),
+        source_name: shown(source),
         problem: format!("sha256 {hash:?} is not 64 hexadecimal digits"),
     })
 }
@@ -136,7 +131,21 @@ mod tests {
     fn plain_urls_are_kept() {
         let location = Location::parse("https://h/x/m.gguf?sig=1", ENDPOINT).expect("url");
         assert_eq!((location.file_name.as_str(), location.is_hugging_face), ("m.gguf", false));
-        assert_eq!(without_query(&location.url), "https://h/x/m.gguf");
+        assert_eq!(location.shown(), "https://h/x/m.gguf");
+    }
+
+    #[test]
+    fn secrets_are_not_shown() {
+        for source in ["https://u:secret@h:9/x@y/m.gguf?sig=secret#secret", "https://u:secret@h:9/x@y/m.gguf"] {
+            assert_eq!(shown(source), "https://h:9/x@y/m.gguf");
+        }
+        for plain in ["/models/m?.gguf", "hf://o/r/m.gguf@refs/pr/1", "s3://bucket/m.gguf", "https://h"] {
+            assert_eq!(shown(plain), plain);
+        }
+        for wrong in ["htps://u:secret@h/m.gguf?secret", "https://u:secret@h:port/m.gguf", "https://h/?secret"] {
+            let error = Location::parse(wrong, ENDPOINT).err().expect(wrong).to_string();
+            assert!(!error.contains("secret"), "{error}");
+        }
     }
 
     #[test]

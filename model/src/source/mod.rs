@@ -2,7 +2,7 @@
 //!
 //! For: `lockstep pull`. [`fetch`] resumes what an earlier run left, retries broken connections, checks the SHA-256 and
 //! puts the file in place at once, so that a file under its final name is always whole.
-//! Invariants: memory does not depend on the file's size; no wait is without a time-out; a token is sent to the
+//! Invariants: memory does not depend on the file's size; no wait but that for another process is without a time-out; a token is sent to the
 //! endpoint that it belongs to and to no host that this one redirects to.
 //! Not here: the environment (its values come in [`FetchOptions`]), the progress bar, what is in the file.
 
@@ -21,7 +21,7 @@ use std::{
 
 pub use self::error::FetchError;
 use self::{location::Location, partial::Partial, transfer::Transfer};
-pub use crate::positioned_file::is_remote;
+pub use crate::positioned_file::{is_remote, shown};
 
 /// Between two looks at a lock that another process holds.
 const LOCK_POLL: Duration = Duration::from_millis(200);
@@ -97,8 +97,9 @@ pub struct Fetched {
 
 /// Fetches `source` to `destination`: a file, or a folder (then under the source's own file name), which is a path that
 /// ends in a slash or leads to one. Folders that are missing are made. A file that is there already is kept, if it has the
-/// SHA-256 that was asked for; nothing is written then, so it may lie where nothing can be. A file that was fetched here and
-/// is of the same size and time of change is not hashed again.
+/// SHA-256 that was asked for; nothing is written then, so it may lie where nothing can be. With another it stays until the
+/// right one has come whole, and is replaced at once. A file that was fetched here and is of the same size and time of
+/// change is not hashed again.
 ///
 /// What has come so far lies in `<file>.partial` beside it, also after an error.
 ///
@@ -126,7 +127,9 @@ pub async fn fetch(
         return Ok(present);
     }
 
-    let partial = Partial::open(&path, location.url.as_str()).await?;
+    // Where the hash is known the file is the same under whatever signature.
+    let url = if wanted.is_some() { location.shown() } else { location.url.to_string() };
+    let partial = Partial::open(&path, &url).await?;
     let mut transfer = Transfer::new(&location, options, partial, wanted)?;
     let ran = transfer.run(progress).await;
     let (partial, wanted) = transfer.into_parts();
@@ -176,7 +179,8 @@ async fn check_present(path: &Path, wanted: Option<&str>) -> Result<Option<Fetch
             None => partial::hexadecimal(partial::hash_file(path).await?.0),
         };
         if got != wanted {
-            return Err(FetchError::Hash { path: path.to_owned(), expected: wanted.to_owned(), got });
+            tracing::warn!(path = %path.display(), got, wanted, "the file that is there has another sha256, fetching it anew");
+            return Ok(None);
         }
         sha256 = Some(got);
     }

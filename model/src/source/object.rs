@@ -1,6 +1,7 @@
 //! Objects of S3, Google Cloud Storage and Azure, and files of HTTP servers, by ranges of bytes.
 //! For: [`fetch`](super::fetch) of `s3://`, `gs://` and `az://`, and weights that are read where they lie.
-//! Invariants: no wait is without a time-out; ranges of one object are never of two versions of it.
+//! Invariants: no wait is without a time-out; ranges of one object are never of two versions of it, as far as the server
+//! tells versions apart: by ETags that stand for the very bytes, or else by the second of the last change.
 //! Not here: credentials. They are what each cloud's own tools read from the environment (`AWS_…`, `GOOGLE_…`,
 //! `AZURE_…`), the identity that a machine or pod was given included.
 
@@ -17,7 +18,8 @@ use object_store::{
 };
 use reqwest::Url;
 
-use super::{FetchError, FetchOptions, location::without_query};
+use super::{FetchError, FetchOptions};
+use crate::positioned_file::shown;
 
 /// Longest that one answer may take, its body included: only what stands still is given up, and that is found otherwise.
 const WHOLE_ANSWER: &str = "24h";
@@ -50,11 +52,11 @@ impl RemoteObject {
     pub(crate) fn new(url: &Url, options: &FetchOptions) -> Result<Self, FetchError> {
         // The client takes the process's provider; a second installation changes nothing.
         let _ = rustls::crypto::ring::default_provider().install_default();
-        let shown = without_query(url);
-        let invalid = |problem: String| FetchError::InvalidSource { source_name: shown.clone(), problem };
+        let name = shown(url.as_str());
+        let invalid = |problem: String| FetchError::InvalidSource { source_name: name.clone(), problem };
         let store = store_of(url, options).map_err(|error| invalid(error.to_string()))?;
         let path = Path::from_url_path(url.path()).map_err(|error| invalid(error.to_string()))?;
-        Ok(Self { store, path, url: shown, stall_timeout: options.stall_timeout })
+        Ok(Self { store, path, url: name, stall_timeout: options.stall_timeout })
     }
 
     /// Size and ETag.
@@ -65,12 +67,16 @@ impl RemoteObject {
         self.in_time(self.store.head(&self.path)).await?.map_err(|source| self.failed(source))
     }
 
-    /// The bytes of a range, of the version that has this ETag.
+    /// The bytes of a range, of the version that [`Self::head`] told of.
     ///
     /// # Errors
-    /// [`FetchError::Object`], [`FetchError::Stalled`].
-    pub(crate) async fn get(&self, range: GetRange, etag: Option<String>) -> Result<Chunks, FetchError> {
-        let options = GetOptions { range: Some(range), if_match: etag, ..GetOptions::default() };
+    /// [`FetchError::Changed`], [`FetchError::Object`], [`FetchError::Stalled`].
+    pub(crate) async fn get(&self, range: GetRange, meta: &ObjectMeta) -> Result<Chunks, FetchError> {
+        let if_match = strong_etag(meta);
+        // A server that names no time is taken for one of 1970.
+        let is_dated = if_match.is_none() && meta.last_modified.timestamp() > 0;
+        let if_unmodified_since = is_dated.then_some(meta.last_modified);
+        let options = GetOptions { range: Some(range), if_match, if_unmodified_since, ..GetOptions::default() };
         let answer = self.in_time(self.store.get_opts(&self.path, options)).await?;
         answer.map(object_store::GetResult::into_stream).map_err(|source| self.failed(source))
     }
@@ -94,6 +100,9 @@ impl RemoteObject {
     }
 
     fn failed(&self, source: object_store::Error) -> FetchError {
+        if matches!(source, object_store::Error::Precondition { .. }) {
+            return FetchError::Changed { url: self.url.clone() };
+        }
         let (url, is_nobody) = (self.url.clone(), source.to_string().contains(IDENTITY_SERVICE));
         let source = Box::new(source);
         if is_nobody {
@@ -102,6 +111,11 @@ impl RemoteObject {
         }
         FetchError::Object { url, source }
     }
+}
+
+/// The ETag if it stands for the very bytes: a weak one matches nothing that is asked for by it.
+pub(super) fn strong_etag(meta: &ObjectMeta) -> Option<String> {
+    meta.e_tag.clone().filter(|etag| !etag.starts_with("W/"))
 }
 
 /// What a store's credentials are, for whoever has none.
@@ -119,11 +133,11 @@ fn credentials_hint(url: &str) -> &'static str {
     }
 }
 
-/// Whether trying again may help.
+/// Whether asking anew may help.
 pub(crate) fn is_passing(error: &FetchError) -> bool {
     use object_store::Error;
     match error {
-        FetchError::Stalled { .. } | FetchError::Response { .. } => true,
+        FetchError::Stalled { .. } | FetchError::Response { .. } | FetchError::Changed { .. } => true,
         FetchError::Object { source, .. } => !matches!(
             **source,
             Error::NotFound { .. }

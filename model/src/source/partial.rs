@@ -1,8 +1,8 @@
 //! The part of a file that has come so far, with its hash and what it is a part of.
 //!
-//! `<file>.partial` holds the bytes, `<file>.partial.json` the URL and the server's ETag: bytes of another source or of
-//! a changed file are never continued.
-//! Invariant: `hasher` has seen exactly the `len` bytes of the file.
+//! `<file>.partial` holds the bytes, `<file>.partial.json` the URL's hash and the server's ETag: bytes of another source or
+//! of a changed file are never continued.
+//! Invariants: `hasher` has seen exactly the `len` bytes of the file; no URL is written down, as it may hold a signature.
 
 use std::{
     io::Read,
@@ -18,7 +18,7 @@ use super::{FetchError, with_suffix};
 /// What the bytes are a part of.
 #[derive(Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Origin {
-    url: String,
+    url_sha256: String,
     etag: Option<String>,
 }
 
@@ -39,10 +39,11 @@ impl Partial {
     /// # Errors
     /// [`FetchError::Io`].
     pub(super) async fn open(destination: &Path, url: &str) -> Result<Self, FetchError> {
+        let url_sha256 = hexadecimal(Sha256::new_with_prefix(url));
         let path = with_suffix(destination, ".partial");
         let origin_path = with_suffix(destination, ".partial.json");
         let earlier = std::fs::read(&origin_path).ok().and_then(|json| serde_json::from_slice::<Origin>(&json).ok());
-        let earlier = earlier.filter(|origin| origin.url == url);
+        let earlier = earlier.filter(|origin| origin.url_sha256 == url_sha256);
         let file = std::fs::File::options()
             .create(true)
             .append(true)
@@ -51,7 +52,7 @@ impl Partial {
             .map_err(FetchError::io(&path, "create the file"))?;
         let is_continued = earlier.is_some();
         let (hasher, len) = if is_continued { hash_file(&path).await? } else { (Sha256::new(), 0) };
-        let origin = earlier.unwrap_or_else(|| Origin { url: url.to_owned(), etag: None });
+        let origin = earlier.unwrap_or(Origin { url_sha256, etag: None });
         let file = File::from_std(file);
         let mut partial = Self { destination: destination.to_owned(), path, origin_path, origin, file, len, hasher };
         if !is_continued {

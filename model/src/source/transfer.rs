@@ -7,17 +7,20 @@ use std::time::Duration;
 
 use object_store::GetRange;
 use reqwest::{
-    Client, Response, StatusCode, Url,
-    header::{ACCEPT_ENCODING, CONTENT_RANGE, ETAG, HeaderMap, IF_RANGE, LOCATION, RANGE, RETRY_AFTER},
+    Client, Response, StatusCode, Url, Version,
+    header::{
+        ACCEPT_ENCODING, CONTENT_RANGE, ETAG, HeaderMap, IF_RANGE, LOCATION, RANGE, RETRY_AFTER, TRANSFER_ENCODING,
+    },
     redirect,
 };
 
 use super::{
     FetchError, FetchOptions, MAX_BACKOFF, Progress,
-    location::{Location, as_sha256, without_query},
-    object::{RemoteObject, is_passing},
+    location::{Location, as_sha256},
+    object::{self, RemoteObject, is_passing},
     partial::Partial,
 };
+use crate::positioned_file::shown;
 
 const MAX_REDIRECTS: usize = 10;
 
@@ -132,9 +135,10 @@ impl<'a> Transfer<'a> {
         let of_object = |error| if is_passing(&error) { Failure::Passing(error, None) } else { Failure::Fatal(error) };
         let meta = object.head().await.map_err(of_object)?;
         // Without an ETag only the hash can tell whether two halves belong together.
-        let is_same = self.partial.etag() == meta.e_tag.as_deref() && (meta.e_tag.is_some() || self.wanted.is_some());
+        let etag = object::strong_etag(&meta);
+        let is_same = self.partial.etag() == etag.as_deref() && (etag.is_some() || self.wanted.is_some());
         if !is_same || self.partial.len() > meta.size {
-            self.partial.restart(meta.e_tag.clone()).await?;
+            self.partial.restart(etag).await?;
         }
         let mut shown = Progress { bytes: self.partial.len(), total_bytes: Some(meta.size) };
         progress(shown);
@@ -142,7 +146,7 @@ impl<'a> Transfer<'a> {
             return Ok(());
         }
         let range = GetRange::Bounded(shown.bytes..meta.size);
-        let mut chunks = object.get(range, meta.e_tag).await.map_err(of_object)?;
+        let mut chunks = object.get(range, &meta).await.map_err(of_object)?;
         while let Some(chunk) = object.next(&mut chunks).await.map_err(of_object)? {
             self.partial.write(&chunk).await?;
             shown.bytes = self.partial.len();
@@ -163,6 +167,10 @@ impl<'a> Transfer<'a> {
         let total_bytes = match response.status() {
             StatusCode::OK => {
                 let total = response.content_length();
+                if total.is_none() && self.wanted.is_none() && ends_with_its_connection(&response) {
+                    let problem = "names no length, and only a SHA-256 could tell whether it comes whole".to_owned();
+                    return Err(Failure::Fatal(FetchError::Response { url, problem }));
+                }
                 self.partial.restart(strong_etag(response.headers())).await?;
                 total
             }
@@ -223,19 +231,19 @@ impl<'a> Transfer<'a> {
             if let Some(token) = self.options.hf_token.as_ref().filter(|_| is_ours) {
                 request = request.bearer_auth(token);
             }
-            let shown = without_query(&url);
-            let response = request.send().await.map_err(|error| broken(&shown, error))?;
+            let name = shown(url.as_str());
+            let response = request.send().await.map_err(|error| broken(&name, error))?;
             if is_ours && self.wanted.is_none() {
                 let linked = response.headers().get("x-linked-etag").and_then(|value| value.to_str().ok());
                 self.wanted = linked.and_then(|etag| as_sha256(etag.trim_matches('"')));
             }
             match redirect_target(&response, &url)? {
                 Some(target) => url = target,
-                None => return Ok((response, shown)),
+                None => return Ok((response, name)),
             }
         }
         let problem = format!("more than {MAX_REDIRECTS} redirects");
-        Err(FetchError::Response { url: without_query(&self.location.url), problem }.into())
+        Err(FetchError::Response { url: self.location.shown(), problem }.into())
     }
 }
 
@@ -250,7 +258,7 @@ fn redirect_target(response: &Response, url: &Url) -> Result<Option<Url>, FetchE
         Some(target) => Ok(Some(target)),
         None => {
             let problem = "redirects to no http(s) URL, or from https to http".to_owned();
-            Err(FetchError::Response { url: without_query(url), problem })
+            Err(FetchError::Response { url: shown(url.as_str()), problem })
         }
     }
 }
@@ -272,6 +280,11 @@ fn refused(response: &Response, status: StatusCode, url: String, is_hugging_face
     }
     let seconds = response.headers().get(RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse().ok());
     Failure::Passing(error, seconds.map(Duration::from_secs))
+}
+
+/// Whether a body without a length ends where the connection does, so that a break looks like its end.
+fn ends_with_its_connection(response: &Response) -> bool {
+    response.version() <= Version::HTTP_11 && !response.headers().contains_key(TRANSFER_ENCODING)
 }
 
 /// The ETag if it stands for the very bytes.
