@@ -50,6 +50,8 @@ enum Command {
     Generate(commands::generate::Args),
     Status(commands::status::Args),
     Devices(commands::devices::Args),
+    Load(commands::load::Args),
+    Unload(commands::unload::Args),
     Drain(commands::drain::Args),
     Health(commands::health::Args),
     Bench(commands::bench::Args),
@@ -77,7 +79,7 @@ impl Command {
 #[error("{0}")]
 struct UsageError(String);
 
-/// Ctrl-C ended the command before it was done.
+/// Ctrl-C or SIGTERM ended the command before it was done.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Interrupted(&'static str);
@@ -116,6 +118,8 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Generate(args) => runtime.block_on(commands::generate::run(args)),
         Command::Status(args) => runtime.block_on(commands::status::run(args)),
         Command::Devices(args) => commands::devices::run(&args),
+        Command::Load(args) => runtime.block_on(commands::load::run(args)),
+        Command::Unload(args) => runtime.block_on(commands::unload::run(args)),
         Command::Drain(args) => runtime.block_on(commands::drain::run(args)),
         Command::Health(args) => runtime.block_on(commands::health::run(args)),
         Command::Bench(args) => runtime.block_on(commands::bench::run(args)),

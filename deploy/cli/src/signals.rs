@@ -1,4 +1,5 @@
-//! When a server is to stop: Ctrl-C, SIGTERM, or the end of standard input.
+//! When a server, or what a container may run as its first process, is to stop: Ctrl-C, SIGTERM, or the end of standard
+//! input. Without a handler the first process of a container would not see SIGTERM at all.
 
 use std::io::Read;
 

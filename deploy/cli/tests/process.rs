@@ -155,3 +155,46 @@ fn a_server_ends_when_its_parent_is_gone() {
         wait("it goes on without its parent");
     }
 }
+
+/// The first process of a container sees only the signals that it handles.
+#[cfg(unix)]
+#[test]
+fn what_runs_in_init_containers_ends_on_sigterm() {
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let (url, folder) = (format!("http://{}", silent.local_addr().unwrap()), tempfile::tempdir().unwrap());
+    let [data, template, output] = ["data", "template", "output"].map(|name| folder.path().join(name));
+    std::fs::write(&template, "").unwrap();
+    let text = |path: &std::path::Path| path.to_str().unwrap().to_owned();
+    let pull = vec!["pull".to_owned(), format!("{url}/m.gguf"), format!("--output={}/", text(folder.path()))];
+    let member = ["etcd-member", "--name=a", "--initial-cluster=a=http://127.0.0.1:1", "--etcd-insecure"];
+    let files = [("data-dir", &data), ("template", &template), ("output", &output)];
+    let mut member = member.map(str::to_owned).to_vec();
+    member.extend(files.map(|(flag, path)| format!("--{flag}={}", text(path))));
+    member.push(format!("--etcd={url}"));
+    for arguments in [pull, member].iter().take(if cfg!(feature = "etcd") { 2 } else { 1 }) {
+        let mut child =
+            Command::new(env!("CARGO_BIN_EXE_lockstep")).args(arguments).stderr(Stdio::null()).spawn().unwrap();
+        // It has asked: handlers stand before that.
+        silent.set_nonblocking(true).unwrap();
+        let start = Instant::now();
+        let wait = |what: &str| {
+            assert!(start.elapsed() < Duration::from_secs(20), "{what}: {arguments:?}");
+            std::thread::sleep(Duration::from_millis(20));
+        };
+        let asked = loop {
+            match silent.accept() {
+                Ok(asked) => break asked,
+                Err(_) => wait("it asks for nothing"),
+            }
+        };
+        assert!(Command::new("kill").arg(child.id().to_string()).status().unwrap().success());
+        let ended = loop {
+            match child.try_wait().unwrap() {
+                Some(status) => break status,
+                None => wait("it goes on"),
+            }
+        };
+        assert_eq!(ended.code(), Some(130), "{arguments:?}");
+        drop(asked);
+    }
+}

@@ -6,7 +6,10 @@ use std::{
 };
 
 use anyhow::Context;
-use lockstep_coordinator::{CoordinatorConfig, config::ModelSpec};
+use lockstep_coordinator::{
+    CoordinatorConfig,
+    config::{ModelSpec, default_model_name},
+};
 use lockstep_sharding::PlanOptions;
 use lockstep_transport::TlsFiles;
 use serde::{Deserialize, Serialize};
@@ -201,17 +204,6 @@ pub fn write_json(path: &Path, value: &impl Serialize) -> anyhow::Result<()> {
         .with_context(|| format!("ready file {}", path.display()))
 }
 
-/// The name under which a model is served if none is given.
-pub fn default_model_name(source: &str) -> String {
-    let path = Path::new(source);
-    let stem = if path.extension().is_some_and(|extension| extension == "gguf" || extension == "safetensors") {
-        path.file_stem()
-    } else {
-        path.file_name()
-    };
-    stem.map_or_else(|| source.to_owned(), |name| name.to_string_lossy().into_owned())
-}
-
 impl Settings {
     fn into_config(self) -> Result<CoordinatorConfig, UsageError> {
         let policy = parse_policy(self.policy.as_deref().unwrap_or("auto"))?;
@@ -267,12 +259,6 @@ impl Settings {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_model_is_named_after_its_file() {
-        assert_eq!(default_model_name("/models/SmolLM2-135M.Q4_1.gguf"), "SmolLM2-135M.Q4_1");
-        assert_eq!(default_model_name("/models/Llama-3.1-8B/"), "Llama-3.1-8B");
-    }
 
     #[test]
     fn a_coordinator_listens_beyond_this_machine_only_if_asked() {

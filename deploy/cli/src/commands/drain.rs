@@ -1,9 +1,10 @@
-//! `lockstep drain`: take a worker out of service, and wait until nothing is left on it.
+//! `lockstep drain`: take a worker out of service, and wait until nothing is left on it. Its process is not ended.
 
 use std::time::Duration;
 
-use lockstep_proto::v1::{DrainWorkerRequest, GetClusterResponse, WorkerStatus};
+use lockstep_proto::v1::DrainWorkerRequest;
 
+use super::status::num_parts;
 use crate::{
     client::{ServerArgs, refused},
     output::print,
@@ -15,10 +16,13 @@ const POLL: Duration = Duration::from_millis(200);
 /// Take a worker out of service: others take its place where there are any, running requests finish or move to them.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
-Relieve a worker and wait until it holds nothing; then it can be stopped, and SIGTERM ends it at once:
+Relieve a worker and wait until it holds nothing:
   lockstep drain worker-1
-Only give the order:
-  lockstep drain worker-1 --no-wait")]
+Only give the order, and look later; the worker is `drained: holds nothing` once that is so:
+  lockstep drain worker-1 --no-wait
+  lockstep status
+The process goes on running, and `lockstep status` goes on showing it, until it is stopped: SIGTERM then ends it at once.
+A restart undoes the drain, nothing else does.")]
 pub struct Args {
     #[command(flatten)]
     server: ServerArgs,
@@ -44,7 +48,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     loop {
         let cluster = args.server.cluster(&mut admin).await?;
         let Some(worker) = cluster.workers.iter().find(|worker| worker.worker_id == args.worker) else { break };
-        let left = left(&cluster, worker);
+        let left = (num_parts(&cluster, &worker.worker_id), worker.num_requests);
         if left == (0, 0) && worker.draining {
             break;
         }
@@ -54,12 +58,5 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         }
         tokio::time::sleep(POLL).await;
     }
-    print(&format!("{}: drained\n", args.worker))
-}
-
-/// Parts of replicas on a worker, and the requests that run on them.
-fn left(cluster: &GetClusterResponse, worker: &WorkerStatus) -> (usize, u64) {
-    let replicas = cluster.models.iter().flat_map(|model| &model.replicas);
-    let parts = replicas.filter(|replica| replica.ranks.iter().any(|rank| rank.worker_id == worker.worker_id));
-    (parts.count(), worker.num_requests)
+    print(&format!("{}: drained, it can be stopped\n", args.worker))
 }

@@ -12,7 +12,7 @@ use lockstep_etcd::{
     membership::{self, Start, Wanted},
 };
 
-use crate::{UsageError, tls::EtcdArgs};
+use crate::{Interrupted, UsageError, signals, tls::EtcdArgs};
 
 /// Between two attempts to be admitted.
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -63,7 +63,9 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         // etcd looks at neither where there is data.
         Start { initial_cluster: args.initial_cluster.clone(), state: "existing" }
     } else {
-        start_without_data(&settings, &wanted, own).await?
+        let shutdown = signals::shutdown_token(false)?;
+        let start = shutdown.run_until_cancelled(start_without_data(&settings, &wanted, own)).await;
+        start.ok_or(Interrupted("interrupted before the member was admitted"))??
     };
     tracing::info!(state = start.state, initial_cluster = start.initial_cluster, "the member may start");
     let text = filled(&template, &args.name, &start)?;

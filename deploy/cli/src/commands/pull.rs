@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use lockstep_model::source::{FetchOptions, Progress, fetch};
 use lockstep_sharding::format_bytes;
 
-use crate::{Interrupted, output::print_line, progress};
+use crate::{Interrupted, output::print_line, progress, signals};
 
 /// Fetch a model file with resume and SHA-256 check; interrupted runs go on where they stopped.
 #[derive(clap::Args)]
@@ -55,10 +55,10 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         bar.set_length(progress.total_bytes.unwrap_or(progress.bytes));
         bar.set_position(progress.bytes);
     };
+    let shutdown = signals::shutdown_token(false)?;
     let fetched = tokio::select! {
         fetched = fetch(&args.source, &args.output, &options, &mut show) => fetched?,
-        signal = tokio::signal::ctrl_c() => {
-            signal?;
+        () = shutdown.cancelled() => {
             return Err(Interrupted("interrupted; the same command goes on where this one stopped").into());
         }
     };

@@ -64,7 +64,7 @@ fn render(cluster: &GetClusterResponse) -> String {
                 worker.worker_id.clone(),
                 worker.address.clone(),
                 worker.host.clone(),
-                worker_state(worker),
+                worker_state(worker, num_parts(cluster, &worker.worker_id)),
                 format!("{:.0} ms", worker.heartbeat_age_ms),
                 device.name.clone(),
                 chosen(&device.reason, &mut notes),
@@ -131,16 +131,26 @@ fn render_registry(registry: &RegistryStatus) -> String {
     }
 }
 
+/// Replicas that a worker has a part of.
+pub fn num_parts(cluster: &GetClusterResponse, worker_id: &str) -> usize {
+    let replicas = cluster.models.iter().flat_map(|model| &model.replicas);
+    replicas.filter(|replica| replica.ranks.iter().any(|rank| rank.worker_id == worker_id)).count()
+}
+
 /// What a worker does, and while it drains what is left.
-fn worker_state(worker: &WorkerStatus) -> String {
+fn worker_state(worker: &WorkerStatus, num_parts: usize) -> String {
     let WorkerStatus { draining, num_requests, drain_left_ms, problem, .. } = worker;
     if !problem.is_empty() {
         return format!("unreachable: {problem}");
     }
-    match (draining, num_requests) {
-        (false, _) => String::from("ready"),
-        (true, 0) => String::from("draining: no requests"),
-        (true, _) => format!("draining: {num_requests} requests, {:.0} s left", drain_left_ms / 1e3),
+    match (draining, num_parts, num_requests) {
+        (false, ..) => String::from("ready"),
+        (true, 0, 0) => String::from("drained: holds nothing"),
+        (true, _, 0) => format!("draining: {num_parts} replica parts"),
+        (true, ..) => {
+            let seconds_left = drain_left_ms / 1e3;
+            format!("draining: {num_parts} replica parts, {num_requests} requests, {seconds_left:.0} s left")
+        }
     }
 }
 
@@ -226,7 +236,7 @@ fn scratch(rank: &RankStatus) -> String {
 
 #[cfg(test)]
 mod tests {
-    use lockstep_proto::v1::DeviceLimit;
+    use lockstep_proto::v1::{DeviceLimit, ModelStatus};
 
     use super::*;
 
@@ -242,6 +252,22 @@ mod tests {
         let worker = WorkerStatus { devices: vec![device; 2], ..WorkerStatus::default() };
         let text = render(&GetClusterResponse { workers: vec![worker; 2], ..GetClusterResponse::default() });
         assert_eq!(text.matches("vulkan:0 test: subgroups, bytes of a binding 77\n").count(), 1, "{text}");
+    }
+
+    #[test]
+    fn a_worker_that_drains_says_what_it_holds() {
+        let rank = RankStatus { worker_id: "w".to_owned(), ..RankStatus::default() };
+        let replica = ReplicaStatus { ranks: vec![rank.clone(), rank], ..ReplicaStatus::default() };
+        let model = ModelStatus { replicas: vec![replica], ..ModelStatus::default() };
+        let worker = WorkerStatus { worker_id: "w".to_owned(), draining: true, ..WorkerStatus::default() };
+        let state = |models: &[ModelStatus], num_requests| {
+            let worker = WorkerStatus { num_requests, ..worker.clone() };
+            let cluster = GetClusterResponse { models: models.to_vec(), ..GetClusterResponse::default() };
+            worker_state(&worker, num_parts(&cluster, "w"))
+        };
+        assert_eq!(state(std::slice::from_ref(&model), 2), "draining: 1 replica parts, 2 requests, 0 s left");
+        assert_eq!(state(&[model], 0), "draining: 1 replica parts");
+        assert_eq!(state(&[], 0), "drained: holds nothing");
     }
 
     #[test]

@@ -108,7 +108,7 @@ impl InProcessTarget {
             selection => format!("{selection} ({})", devices.reason()),
         };
         let kv = plan_dtype.map_or_else(String::new, |dtype| format!(", KV in {dtype}"));
-        let name = super::super::coordinator::default_model_name(&model.to_string_lossy());
+        let name = lockstep_coordinator::config::default_model_name(&model.to_string_lossy());
         let description = format!(
             "{name} in process, tensor {} x pipeline {}, {device}{kv}",
             args.tensor_parallel, args.pipeline_parallel

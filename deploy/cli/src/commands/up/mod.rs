@@ -10,8 +10,9 @@ use std::{
 };
 
 use anyhow::Context;
+use lockstep_coordinator::config::default_model_name;
 use lockstep_model::source::is_remote;
-use lockstep_proto::v1::{GetClusterRequest, LoadModelRequest};
+use lockstep_proto::v1::LoadModelRequest;
 use lockstep_sharding::Dtype;
 use lockstep_worker::devices::{DeviceSelection, DeviceSettings, LocalDevices};
 use serde::Serialize;
@@ -19,15 +20,15 @@ use tokio_util::sync::CancellationToken;
 
 use self::{cluster::Cluster, layout::Layout};
 use super::{
-    coordinator::{Addresses, default_model_name, server_tls, write_json},
+    coordinator::{Addresses, server_tls, write_json},
     worker::{devices_in, is_on},
 };
 use crate::{
     UsageError,
-    client::{ApiKey, Reached, ServerArgs, refused},
+    client::{ApiKey, ServerArgs},
     devices::DeviceArgs,
     logging::LogSettings,
-    progress, signals,
+    signals,
     tls::ServerTlsArgs,
 };
 
@@ -233,14 +234,10 @@ impl Args {
 
 /// Waits for the workers to register, then loads the model and draws its progress.
 async fn load(server: ServerArgs, num_workers: usize, request: LoadModelRequest) -> anyhow::Result<()> {
-    let Reached { mut client, address } = server.admin().await?;
+    let mut admin = server.admin().await?;
     let registered = async {
         loop {
-            let cluster = client
-                .get_cluster(GetClusterRequest {})
-                .await
-                .map_err(|status| refused(&address, &status))?
-                .into_inner();
+            let cluster = server.cluster(&mut admin).await?;
             if cluster.workers.len() >= num_workers {
                 return anyhow::Ok(());
             }
@@ -250,17 +247,7 @@ async fn load(server: ServerArgs, num_workers: usize, request: LoadModelRequest)
     tokio::time::timeout(START_TIMEOUT, registered)
         .await
         .map_err(|_| anyhow::anyhow!("not all of {num_workers} workers registered within {START_TIMEOUT:?}"))??;
-    let bar = progress::bytes_bar(&format!("loading {}", request.name));
-    let mut stream = client.load_model(request).await.map_err(|status| refused(&address, &status))?.into_inner();
-    while let Some(progress) = stream.message().await.map_err(|status| refused(&address, &status))? {
-        bar.set_length(progress.total_bytes);
-        bar.set_position(progress.loaded_bytes);
-        if progress.ready {
-            bar.finish_and_clear();
-            return Ok(());
-        }
-    }
-    anyhow::bail!("the coordinator stopped reporting before the model was loaded")
+    super::load::follow(&mut admin, request).await
 }
 
 /// A folder of this process, removed when dropped.
