@@ -57,6 +57,7 @@ fn model(num_replicas: usize) -> ServedModel {
         plan: Some(Arc::new(plan)),
         plan_epoch: 1,
         replicas: (0..num_replicas).map(replica).collect(),
+        num_wanted: num_replicas,
         num_ready: num_replicas,
         has_served: true,
         problem: None,

@@ -90,6 +90,8 @@ define_metrics! {
             "Version of the plan that is carried out";
         replicas: Gauges = "lockstep_coordinator_replicas" ["model", "state"],
             "Replicas of the present plan by state: loading, ready, stalled, draining, broken";
+        wanted_replicas: Gauges = "lockstep_coordinator_wanted_replicas" ["model"],
+            "Replicas that a model is to have, by its policy or else by its first plan";
         outstanding_tokens: Gauges = "lockstep_coordinator_outstanding_tokens" ["model", "replica"],
             "Tokens that a replica may still have to compute for the requests that it was given";
         engine_waiting: Gauges = "lockstep_coordinator_engine_waiting_sequences" ["model", "replica"],
@@ -188,6 +190,7 @@ impl Metrics {
         let of_models = [
             &self.plan_epoch,
             &self.replicas,
+            &self.wanted_replicas,
             &self.outstanding_tokens,
             &self.engine_waiting,
             &self.engine_running,
@@ -199,6 +202,7 @@ impl Metrics {
 
     fn describe(&self, name: &str, model: &ServedModel, live: &Workers) {
         self.plan_epoch.with_label_values(&[name]).set(model.plan_epoch as f64);
+        self.wanted_replicas.with_label_values(&[name]).set(model.num_wanted as f64);
         for state in STATES {
             let num_replicas = model.replicas.iter().filter(|replica| word(replica) == state).count();
             self.replicas.with_label_values(&[name, state]).set(num_replicas as f64);
@@ -290,6 +294,7 @@ mod tests {
             plan: None,
             plan_epoch: 7,
             replicas: Vec::new(),
+            num_wanted: 2,
             num_ready: 0,
             has_served: false,
             problem: None,
@@ -300,6 +305,7 @@ mod tests {
         for _ in 0..3 {
             let text = probe.metrics();
             assert!(text.contains("lockstep_coordinator_replicas{model=\"m\",state=\"ready\"} 0"), "{text}");
+            assert!(text.contains("lockstep_coordinator_wanted_replicas{model=\"m\"} 2"), "{text}");
             assert!(text.contains("lockstep_coordinator_plan_epoch{model=\"m\"} 7"), "{text}");
         }
         models.send_replace(ModelTable::default());

@@ -46,6 +46,8 @@ pub struct ServedModel {
     pub plan_epoch: u64,
     /// Every replica, broken ones until they are replaced.
     pub replicas: Vec<Arc<Replica>>,
+    /// Replicas to have, by the policy or else by the first plan; one before that.
+    pub num_wanted: usize,
     /// Replicas that took requests when this was published.
     pub num_ready: usize,
     /// It has taken requests, or could have.

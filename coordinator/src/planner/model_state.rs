@@ -168,6 +168,11 @@ impl ModelState {
         self.problem.is_none() && self.lacks_successor()
     }
 
+    /// Replicas to have.
+    pub fn num_wanted(&self) -> usize {
+        self.wanted_replicas.unwrap_or(1)
+    }
+
     /// Replicas that take requests.
     pub fn num_ready(&self) -> usize {
         self.replicas.iter().filter(|replica| replica.is_ready()).count()
@@ -294,7 +299,8 @@ impl ModelState {
             && self.plan_epoch == served.plan_epoch
             && self.problem == served.problem
             && self.failed_attempts == served.failed_attempts
-            && (self.num_ready(), self.has_served) == (served.num_ready, served.has_served)
+            && (self.num_wanted(), self.num_ready(), self.has_served)
+                == (served.num_wanted, served.num_ready, served.has_served)
             && self.replicas.len() == served.replicas.len()
             && self.replicas.iter().zip(&served.replicas).all(|(ours, shown)| Arc::ptr_eq(ours, shown))
     }
@@ -307,6 +313,7 @@ impl ModelState {
             plan: self.plan.clone(),
             plan_epoch: self.plan_epoch,
             replicas: self.replicas.clone(),
+            num_wanted: self.num_wanted(),
             num_ready: self.num_ready(),
             has_served: self.has_served,
             problem: self.problem.clone(),
