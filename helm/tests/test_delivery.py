@@ -250,8 +250,8 @@ class Delivery(unittest.TestCase):
                 self.assertIsNotNone(wanted, "the whole object was asked for")
                 first, last = re.fullmatch(r"bytes=(\d+)-(\d+)", wanted).groups()
                 asked += int(last) + 1 - int(first)
-            # Headers and the tied embedding are read by more than one of them.
-            self.assertLess(asked, 2 * MODEL.stat().st_size)
+            # Each its half of the layers, both the header and the tied embedding, which is a quarter: 1.35 in all.
+            self.assertLess(asked, 1.5 * MODEL.stat().st_size)
 
 
 if __name__ == "__main__":
