@@ -66,10 +66,10 @@ pub struct ModelSpec {
 
 impl fmt::Debug for ModelSpec {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { name, source, policy, min_workers } = self;
+        let Self { name, source, policy, min_workers, plan_options } = self;
         let mut shown_spec = formatter.debug_struct("ModelSpec");
         shown_spec.field("name", name).field("source", &shown(source)).field("policy", policy);
-        shown_spec.field("min_workers", min_workers).finish()
+        shown_spec.field("min_workers", min_workers).field("plan_options", plan_options).finish()
     }
 }
 
@@ -97,7 +97,7 @@ mod tests {
             assert_eq!(default_model_name(source), name);
         }
         let (source, policy) = (names[2].0.to_owned(), Policy::AUTO);
-        let spec = ModelSpec { name: "m".into(), source, policy, min_workers: 1 };
+        let spec = ModelSpec { name: "m".into(), source, policy, min_workers: 1, plan_options: PlanOptions::default() };
         assert!(!format!("{spec:?}").contains("secret"), "{spec:?}");
     }
 }

@@ -5,6 +5,7 @@
 
 use std::{sync::Arc, time::Duration};
 
+use lockstep_model::source::shown;
 use lockstep_proto::v1;
 use lockstep_sharding::PlanOptions;
 use tokio::sync::watch;
@@ -224,7 +225,9 @@ fn difference(known: &v1::DesiredModel, ours: &v1::DesiredModel) -> Option<Strin
         ]
     };
     let pairs = fields(known).into_iter().zip(fields(ours)).filter(|(known, ours)| known != ours);
-    let words: Vec<_> = pairs.map(|((field, known), (_, ours))| format!("{field} was {known}, is {ours}")).collect();
+    let words: Vec<_> = pairs
+        .map(|((field, known), (_, ours))| format!("{field} was {}, is {}", shown(&known), shown(&ours)))
+        .collect();
     (!words.is_empty()).then(|| words.join("; "))
 }
 

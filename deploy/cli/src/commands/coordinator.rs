@@ -10,6 +10,7 @@ use lockstep_coordinator::{
     CoordinatorConfig,
     config::{ModelSpec, default_model_name},
 };
+use lockstep_model::source::shown;
 use lockstep_sharding::PlanOptions;
 use lockstep_transport::TlsFiles;
 use serde::{Deserialize, Serialize};
@@ -169,7 +170,7 @@ fn announce(config: &CoordinatorConfig) {
     tracing::info!(
         coordinator_id = config.coordinator_id,
         model = model.map(|model| &*model.name),
-        source = model.map(|model| &*model.source),
+        source = model.map(|model| shown(&model.source)),
         policy = model.map(|model| tracing::field::display(model.policy)),
         min_workers = model.map(|model| model.min_workers),
         etcd = config.etcd.as_ref().map(|etcd| etcd.endpoints.join(",")),
