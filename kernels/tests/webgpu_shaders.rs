@@ -1,8 +1,11 @@
-//! Every shader variant as valid WGSL, and as Metal's language within Apple's published limits.
+//! Every shader variant as valid WGSL, to a browser as well, and as Metal's language within Apple's published limits.
 #![cfg(feature = "webgpu")]
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs, reason = "a failure is what a test reports")]
 
+use std::process::Command;
+
 use lockstep_kernels::webgpu::{source::bindings, variants};
+use lockstep_tests::environment;
 use naga::{
     AddressSpace,
     back::msl,
@@ -77,4 +80,23 @@ fn every_variant_for_tensor_cores_is_valid() {
             validate(&format!("{} {options:?}", source.name), &source.variant(&options).unwrap());
         }
     }
+}
+
+/// A browser compiles WGSL itself, and takes less than naga does.
+#[test]
+fn a_browser_compiles_every_variant_that_it_can_be_given() {
+    let folder = tempfile::tempdir().unwrap();
+    let is_for_pages = |(_, options): &(_, Vec<(&str, u32)>)| !options.contains(&("F16", 1));
+    let mut count = 0;
+    for (source, mut options) in variants::all().into_iter().filter(is_for_pages) {
+        options.extend([("SUBGROUPS", 0), ("IMMEDIATES", 0)]);
+        std::fs::write(folder.path().join(format!("{count} {}", source.name)), source.variant(&options).unwrap())
+            .unwrap();
+        count += 1;
+    }
+    let mut python = Command::new(environment::python().unwrap());
+    python.arg(environment::repository().join("tests/python/browser_shaders.py"));
+    let ended = python.arg(environment::browser().unwrap()).arg(folder.path()).output().unwrap();
+    let (seen, errors) = (String::from_utf8_lossy(&ended.stdout), String::from_utf8_lossy(&ended.stderr));
+    assert!(ended.status.success() && seen.trim() == count.to_string(), "{count}: {seen}{errors}");
 }

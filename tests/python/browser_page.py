@@ -1,9 +1,9 @@
 """The page /browser in a headless Chromium, whose WebGPU computes on the processor; a failed assertion fails.
 
-usage: browser_page.py http://HOST:PORT CHROMIUM MESSAGE TOKENS,... FILE PROMPT ANSWER
+usage: browser_page.py http://HOST:PORT CHROMIUM TEXT TOKENS,... FILE ANSWER
 
-FILE gets the logits after a chat's MESSAGE and after each of the TOKENS as f32, row by row. What the page writes after
-PROMPT must begin with ANSWER; its rates go to standard output.
+FILE gets the logits after TEXT and after each of the TOKENS as f32, row by row. What the page writes after TEXT must begin
+with ANSWER; its rates go to standard output.
 """
 
 import base64
@@ -13,14 +13,14 @@ import sys
 
 from playwright.sync_api import expect, sync_playwright
 
-base, browser_path, message, tokens, file, prompt, answer = sys.argv[1:]
+base, browser_path, text, tokens, file, answer = sys.argv[1:]
 # Headless Chromium has no GPU; SwiftShader is its Vulkan in software. The sandbox needs rights that containers lack.
 ARGUMENTS = ["--no-sandbox", "--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader"]
 LOGITS = """async ([text, tokens]) => {
     const post = self.postMessage;
     const answer = await new Promise((resolve) => {
         self.postMessage = (message) => ["logits", "error"].includes(message.name) ? resolve(message) : post(message);
-        const data = { name: "logits", text, isChat: true, tokens };
+        const data = { name: "logits", text, isChat: false, tokens };
         self.dispatchEvent(new MessageEvent("message", { data }));
     });
     self.postMessage = post;
@@ -46,13 +46,13 @@ with sync_playwright() as playwright:
     expect(page.locator("#state")).to_contain_text("ready on webgpu", timeout=60_000)
     print(page.locator("#state").inner_text())
 
-    rows = page.workers[0].evaluate(LOGITS, [message, [int(token) for token in tokens.split(",")]])
+    rows = page.workers[0].evaluate(LOGITS, [text, [int(token) for token in tokens.split(",")]])
     pathlib.Path(file).write_bytes(b"".join(base64.b64decode(row) for row in rows))
 
-    page.fill("#prompt", prompt)
+    page.fill("#prompt", text)
     page.uncheck("#chat")
     page.click("#run")
-    expect(page.locator("#output")).to_have_text(re.compile("^" + re.escape(answer)), timeout=60_000)
+    expect(page.locator("#output")).to_have_text(re.compile(r"^\s*" + re.escape(answer.strip())), timeout=60_000)
     page.click("#stop")
     expect(page.locator("#speed")).to_contain_text("tokens per second; prompt of", timeout=30_000)
     print(page.locator("#speed").inner_text())
