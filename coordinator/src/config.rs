@@ -25,6 +25,9 @@ pub struct CoordinatorConfig {
     pub settings_revision: u64,
     /// Sizes that plans of models leave room for that are loaded by an order.
     pub plan_options: PlanOptions,
+    /// How long no worker has to come or go before a first plan is made without the `min_workers` of its model; `None`: it
+    /// never is.
+    pub min_workers_timeout: Option<Duration>,
     /// Workers that came have to stay so long before a model that is served is planned anew to use them; `None`: it never is.
     pub replan_delay: Option<Duration>,
     /// A worker is lost when no heartbeat came for so long.

@@ -59,6 +59,7 @@ pub async fn run(
     let planner_config = PlannerConfig {
         model: config.model.clone(),
         settings_revision: config.settings_revision,
+        min_workers_timeout: config.min_workers_timeout,
         replan_delay: config.replan_delay,
         drain_timeout: config.drain_timeout,
         outbound: security.outbound(),

@@ -54,11 +54,13 @@ impl Reconciler {
         }
         let due: Vec<String> =
             self.models.iter().filter(|(_, model)| model.needs_attempt(now)).map(|(name, _)| name.clone()).collect();
+        let timeout = self.config.min_workers_timeout;
+        let is_overdue = timeout.is_some_and(|timeout| now >= self.workers_changed_at + timeout);
         for name in due {
             let num_usable = self.usable().count();
             let Some(model) = self.models.get(&name) else { continue };
             let needed = model.num_needed_workers();
-            if num_usable < needed {
+            if num_usable < needed && !(num_usable > 0 && is_overdue) {
                 self.note(&name, |model| model.note_waiting_for_workers(num_usable, needed));
                 continue;
             }

@@ -44,6 +44,8 @@ pub struct PlannerConfig {
     pub model: Option<ModelSpec>,
     /// Of the settings that say so; see `CoordinatorConfig`.
     pub settings_revision: u64,
+    /// How long no worker has to come or go before models are planned without their `min_workers`, if ever.
+    pub min_workers_timeout: Option<Duration>,
     /// How long workers have to stay before a model that is served is planned anew to use them, if ever.
     pub replan_delay: Option<Duration>,
     /// Longest wait for running requests when a model is unloaded.

@@ -32,6 +32,16 @@ async fn until(coordinator: &Coordinator, what: &str, holds: impl Fn(&[Vec<Strin
 }
 
 #[tokio::test]
+async fn a_model_waits_for_its_workers_but_not_for_ever() {
+    let timeout = Some(Duration::from_millis(500));
+    let begin = Instant::now();
+    let patient = CoordinatorConfig { min_workers_timeout: timeout, ..config("auto", 2) };
+    let (coordinator, _workers) = cluster(1, patient).await;
+    until(&coordinator, "a plan for one worker", |members| members == [["w0"]]).await;
+    assert!(begin.elapsed() >= Duration::from_millis(500), "{:?}", begin.elapsed());
+}
+
+#[tokio::test]
 async fn a_worker_that_stays_gets_a_replica_more() {
     let (coordinator, workers) = cluster(1, growing("tensor=1", 1)).await;
     let begin = Instant::now();

@@ -493,6 +493,7 @@ pub fn config(policy: &str, min_workers: usize) -> CoordinatorConfig {
         }),
         settings_revision: 0,
         plan_options,
+        min_workers_timeout: None,
         replan_delay: None,
         lease: Duration::from_millis(600),
         max_concurrent_requests: 64,

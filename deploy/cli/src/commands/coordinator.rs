@@ -15,7 +15,10 @@ use lockstep_sharding::PlanOptions;
 use lockstep_transport::TlsFiles;
 use serde::{Deserialize, Serialize};
 
-use super::{plan::parse_policy, worker::seconds};
+use super::{
+    plan::parse_policy,
+    worker::{seconds, seconds_or_never},
+};
 use crate::{
     UsageError, settings, signals,
     tls::{ClusterTlsArgs, EtcdArgs, ServerTlsArgs},
@@ -79,6 +82,9 @@ struct Settings {
     /// Make the first plan only when so many workers are there [default: 1]
     #[arg(long, env = "LOCKSTEP_MIN_WORKERS", value_name = "N")]
     min_workers: Option<usize>,
+    /// Make it with fewer when none has come or gone for so long; 0: never [default: 300]
+    #[arg(long, env = "LOCKSTEP_MIN_WORKERS_TIMEOUT_SECS", value_name = "SECONDS")]
+    min_workers_timeout_secs: Option<f64>,
     /// Revision of these settings: where coordinators of a cluster want its model otherwise, those with the higher revision
     /// count, of equal ones the coordinator that was started last [default: 0]
     #[arg(long, env = "LOCKSTEP_SETTINGS_REVISION", value_name = "N")]
@@ -225,8 +231,9 @@ impl Settings {
             min_workers,
             plan_options,
         });
-        let replan_delay = self.replan_delay_secs.unwrap_or(30.0);
-        let replan_delay = if replan_delay == 0.0 { None } else { Some(seconds("replan_delay_secs", replan_delay)?) };
+        let min_workers_timeout =
+            seconds_or_never("min_workers_timeout_secs", self.min_workers_timeout_secs.unwrap_or(300.0))?;
+        let replan_delay = seconds_or_never("replan_delay_secs", self.replan_delay_secs.unwrap_or(30.0))?;
         let client_tls = self.server_tls.files()?;
         let allow_insecure = self.cluster_tls.allow_insecure();
         let is_open = client_tls.is_some() || allow_insecure;
@@ -242,6 +249,7 @@ impl Settings {
             model,
             settings_revision: self.settings_revision.unwrap_or(0),
             plan_options,
+            min_workers_timeout,
             replan_delay,
             lease: seconds("lease_secs", self.lease_secs.unwrap_or(2.0))?,
             max_concurrent_requests: self.max_concurrent_requests.unwrap_or(1024),

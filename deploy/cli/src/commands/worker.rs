@@ -130,6 +130,11 @@ pub fn seconds(name: &str, value: f64) -> Result<Duration, UsageError> {
         .ok_or_else(|| UsageError(format!("{name}: {value} is not a number of seconds above 0")))
 }
 
+/// The same, where 0 stands for never.
+pub fn seconds_or_never(name: &str, value: f64) -> Result<Option<Duration>, UsageError> {
+    if value == 0.0 { Ok(None) } else { seconds(name, value).map(Some) }
+}
+
 /// An address of IPv6 as it stands before a port, also where it came without brackets, as a pod's does.
 fn in_brackets(host: String) -> String {
     if host.parse::<Ipv6Addr>().is_ok() { format!("[{host}]") } else { host }
