@@ -225,6 +225,11 @@ Values that no schema can see to be wrong together: each is refused with the nam
 {{- end -}}
 {{- end -}}
 {{- with .Values.networkPolicy -}}
+{{- range $key := list "clientsFrom" "metricsFrom" "nodes" -}}
+{{- if and (not $.Values.networkPolicy.enabled) (get $.Values.networkPolicy $key) -}}
+{{- fail (printf "networkPolicy.%s and networkPolicy.enabled=false: everybody would be let in" $key) -}}
+{{- end -}}
+{{- end -}}
 {{- if and .enabled .clientsFrom $.Values.monitoring.serviceMonitor.enabled (not .metricsFrom) -}}
 {{- fail "networkPolicy.clientsFrom and networkPolicy.metricsFrom=[] and monitoring.serviceMonitor.enabled=true: metricsFrom must name Prometheus, which else could not reach the coordinators" -}}
 {{- end -}}

@@ -22,11 +22,15 @@ def items(item):
 SELECTOR = fields(["matchLabels"], matchLabels=LABELS)
 SECRET_KEY = fields(["secret"], secret=fields(["name", "key"], name=TEXT, key=TEXT))
 ISSUER = fields(["name", "kind", "group"], name=TEXT, kind=TEXT, group=TEXT)
+PATH = fields(["type", "value"], type={"enum": ["Exact", "PathPrefix", "RegularExpression"]}, value=TEXT)
+ROUTE_RULE = fields(
+    ["backendRefs"], backendRefs=items(fields(["name", "port"], name=TEXT, port=COUNT)), matches=items(fields(["path"], path=PATH))
+)
 ROUTE = fields(
     ["parentRefs", "hostnames", "rules"],
     parentRefs=items(fields(["name"], name=TEXT, namespace=TEXT, sectionName=TEXT, port=COUNT)),
     hostnames=items(TEXT),
-    rules=items(fields(["backendRefs"], backendRefs=items(fields(["name", "port"], name=TEXT, port=COUNT)))),
+    rules=items(ROUTE_RULE),
 )
 RULE = fields(
     ["expr"], alert=TEXT, record=TEXT, expr=TEXT, labels=LABELS, annotations=LABELS, **{"for": {"pattern": r"^\d+[smh]$"}}

@@ -22,10 +22,10 @@ import chart
 
 # What Chart.yaml asks for, and the newest that is known.
 KUBERNETES_VERSIONS = ("1.30", "1.37")
-# Settings of the binary that other values decide.
+# Settings of the binary that other values decide, and of the page that computes in browsers, which no image holds.
 SHARED = "etcd etcd_prefix etcd_ca etcd_cert etcd_key etcd_username etcd_password_file etcd_insecure cluster_ca cluster_cert cluster_key insecure"
 OWNED = {
-    "coordinator": f"grpc_listen http_listen coordinator_id model tenants tls_cert tls_key client_ca {SHARED}",
+    "coordinator": f"grpc_listen http_listen coordinator_id model tenants tls_cert tls_key client_ca browser_dir {SHARED}",
     "worker": f"worker_id coordinator advertise_host listen rank_listen http_listen kernel_cache {SHARED}",
 }
 PATH = {"uri": "", "path": "model.gguf"}
@@ -267,6 +267,7 @@ class Settings(unittest.TestCase):
             "ingress.enabled=true and ingress.http.host": {"ingress": {"enabled": True}},
             "gateway.enabled=true and gateway.parentRefs=[]": {"gateway": {"enabled": True, "httpHostnames": ["a.b"]}},
             "gateway.enabled=true and gateway.httpHostnames": {"gateway": {"enabled": True, "parentRefs": [{"name": "a"}]}},
+            "networkPolicy.clientsFrom and networkPolicy.enabled=false": {"networkPolicy": {"enabled": False, "clientsFrom": [{"podSelector": {}}]}},
             "networkPolicy.clientsFrom and networkPolicy.metricsFrom=[]": {"networkPolicy": {"clientsFrom": [{"podSelector": {}}]}, "monitoring": {"serviceMonitor": {"enabled": True}}},
         }
         self.check_refused(refused)

@@ -61,6 +61,15 @@ class Releases(unittest.TestCase):
         self.upgrade(chart.merged(grown, {"image": {"tag": "next"}}))
         self.assertEqual(self.spec(WORKER)["replicas"], 7)
 
+    def test_members_of_etcd_are_not_cut_off_from_each_other(self):
+        """Their peers' URLs stand in etcd's data."""
+        values = chart.merged(chart.LEAST, {"insecure": True, "etcd": {"mode": "bundled"}})
+        self.assertEqual(self.install(values), "deployed")
+        with self.assertRaises(helm.HelmError) as raised:
+            self.upgrade(chart.merged(values, {"tls": {"cluster": {"mode": "certManager"}}}))
+        self.assertIn("know each other by http://", str(raised.exception))
+        self.assertEqual(self.upgrade(chart.merged(values, {"etcd": {"bundled": {"replicas": 5}}})), "deployed")
+
     def test_what_is_fixed_is_refused_by_the_server(self):
         values = chart.merged(chart.values_of("mixed-pools"), {})
         self.install(values)
