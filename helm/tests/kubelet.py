@@ -29,7 +29,7 @@ class Pod:
     def __init__(self, node, name, spec, address, metadata):
         self.node, self.name, self.spec, self.address = node, name, spec, address
         self.labels, self.annotations = metadata["labels"], metadata.get("annotations", {})
-        self.process, self.starts, self.is_ending = None, 0, False
+        self.init, self.process, self.starts, self.is_ending = None, None, 0, False
         self.folder = node.folder / name
         self.log = self.folder / "log"
         self.folder.mkdir(exist_ok=True)
@@ -104,7 +104,10 @@ class Pod:
     def live(self):
         """Init containers to their end, then the one container for as long as the pod is wanted."""
         for container in self.spec.get("initContainers", []):
-            while self.run(container).wait() != 0:
+            while True:
+                self.init = self.run(container)
+                if self.init.wait() == 0:
+                    break
                 if self.is_ending:
                     return
                 time.sleep(0.5)
@@ -113,6 +116,11 @@ class Pod:
             self.process = self.run(self.spec["containers"][0])
             self.process.wait()
             time.sleep(0.5)
+
+    @property
+    def running(self):
+        """What runs of it: the one container, or one before it."""
+        return self.process or self.init
 
     def start(self):
         self.thread = threading.Thread(target=self.live, daemon=True)
@@ -142,14 +150,15 @@ class Pod:
     def terminate(self):
         """SIGTERM, and SIGKILL after the pod's grace period; returns the exit status."""
         self.is_ending = True
-        if self.process is None:
+        process = self.running
+        if process is None:
             return None
-        self.process.terminate()
+        process.terminate()
         try:
-            return self.process.wait(self.spec["terminationGracePeriodSeconds"])
+            return process.wait(self.spec["terminationGracePeriodSeconds"])
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
+            process.kill()
+            return process.wait()
 
     def listening_ports(self):
         """TCP ports on which the process listens."""
@@ -181,11 +190,11 @@ class Node:
     def __exit__(self, *error):
         for pod in self.pods.values():
             pod.is_ending = True
-            if pod.process and pod.process.poll() is None:
-                pod.process.kill()
+            if pod.running and pod.running.poll() is None:
+                pod.running.kill()
         for pod in self.pods.values():
-            if pod.process:
-                pod.process.wait()
+            if pod.running:
+                pod.running.wait()
         if error[0]:
             for pod in self.pods.values():
                 lines = pod.log.read_text().splitlines() if pod.log.exists() else []
