@@ -257,7 +257,7 @@ mod tests {
             metrics: Arc::new(Metrics::new().unwrap()),
             admission: Admission::new(3),
             tenants: Tenants::open(None).unwrap(),
-            router: Router::new(published),
+            router: Router::new(published, Arc::default()),
             security: Arc::default(),
             workers,
             store: None,

@@ -23,7 +23,7 @@ use crate::{
     cluster::{MemoryRegistry, PlanStore, Registry, registration::RegistrationService},
     metrics::Metrics,
     planner::{Planner, PlannerConfig},
-    router::{Router, reports},
+    router::reports,
     security::Security,
     tenants::Tenants,
 };
@@ -65,7 +65,7 @@ pub async fn run(
         outbound: security.outbound(),
     };
     let planner = Planner::start(planner_config, Arc::clone(&cluster.registry), cluster.store.clone(), closing.clone());
-    let router = Router::new(planner.models());
+    let router = planner.router();
     let reports_task = tokio::spawn(reports::follow(router.watch(), closing.clone()));
     let admission = Admission::new(config.max_concurrent_requests);
     let metrics = Arc::new(Metrics::new().map_err(CoordinatorError::Metrics)?);

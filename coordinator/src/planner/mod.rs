@@ -18,7 +18,13 @@ mod topology;
 mod unloads;
 mod worker_calls;
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
 
 use lockstep_transport::Outbound;
 use tokio::sync::{mpsc, oneshot, watch};
@@ -29,6 +35,7 @@ use crate::{
     cluster::{PlanStore, Registry},
     config::ModelSpec,
     error::RequestError,
+    router::Router,
     served::ModelTable,
 };
 
@@ -68,6 +75,7 @@ enum Command {
 pub struct Planner {
     commands: mpsc::Sender<Command>,
     models: watch::Receiver<ModelTable>,
+    is_complete: Arc<AtomicBool>,
     /// Where orders are left for the coordinator that leads, if there are several.
     desired: Option<Desired>,
 }
@@ -84,14 +92,25 @@ impl Planner {
         let published = watch::Sender::new(ModelTable::default());
         let models = published.subscribe();
         let desired = store.clone().map(|store| Desired::new(store, models.clone()));
+        let is_claimed = Arc::new(AtomicBool::new(config.model.is_none() || desired.is_none()));
         if let Some((desired, spec)) = desired.clone().zip(config.model.clone()) {
-            let revision = config.settings_revision;
-            let ensure = async move { desired.ensure(spec, revision).await };
+            let (revision, is_claimed) = (config.settings_revision, Arc::clone(&is_claimed));
+            let ensure = async move {
+                desired.ensure(spec, revision).await;
+                is_claimed.store(true, Ordering::Release);
+            };
             tokio::spawn(closing.clone().run_until_cancelled_owned(ensure));
         }
+        let is_complete = Arc::new(AtomicBool::new(false));
+        let published = reconciler::Published { table: published, is_claimed, is_complete: Arc::clone(&is_complete) };
         let reconciler = reconciler::Reconciler::new(config, registry.watch(), store, published);
         tokio::spawn(reconciler.run(command_receiver, closing));
-        Self { commands, models, desired }
+        Self { commands, models, is_complete, desired }
+    }
+
+    /// Finds models in the published table.
+    pub fn router(&self) -> Router {
+        Router::new(self.models.clone(), Arc::clone(&self.is_complete))
     }
 
     /// The published table.

@@ -7,7 +7,10 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     future::Future,
     panic::AssertUnwindSafe,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
@@ -53,11 +56,21 @@ pub(super) enum Event {
     Drained,
 }
 
+/// What others see of the planner.
+pub struct Published {
+    /// Every desired model.
+    pub table: watch::Sender<ModelTable>,
+    /// Whether the settings' own model is among what is desired, or none is to be.
+    pub is_claimed: Arc<AtomicBool>,
+    /// Whether the table has all that is desired: set once.
+    pub is_complete: Arc<AtomicBool>,
+}
+
 /// All state of the planner.
 pub struct Reconciler {
     pub(super) config: PlannerConfig,
     pub(super) registry: watch::Receiver<Workers>,
-    published: watch::Sender<ModelTable>,
+    published: Published,
     pub(super) workers: BTreeMap<String, KnownWorker>,
     pub(super) models: BTreeMap<String, ModelState>,
     pub(super) ledger: Ledger,
@@ -82,7 +95,7 @@ impl Reconciler {
         config: PlannerConfig,
         registry: watch::Receiver<Workers>,
         store: Option<Arc<dyn PlanStore>>,
-        published: watch::Sender<ModelTable>,
+        published: Published,
     ) -> Self {
         // Where there is a store, that says what is desired.
         let specs = config.model.iter().filter(|_| store.is_none());
@@ -135,6 +148,7 @@ impl Reconciler {
     }
 
     fn reconcile(&mut self, live: &Workers, now: Instant) {
+        let is_claimed = self.published.is_claimed.load(Ordering::Acquire);
         self.ledger.refresh();
         self.follow_workers(live, now);
         reports::break_reported(&self.models, live);
@@ -156,6 +170,9 @@ impl Reconciler {
             self.describe_models(now);
         }
         self.publish();
+        if is_claimed && (self.ledger.state().is_read || !self.ledger.is_shared()) {
+            self.published.is_complete.store(true, Ordering::Release);
+        }
     }
 
     /// Whether this coordinator plans. One among several does so once it has taken over the plan as it stands.
@@ -459,7 +476,7 @@ impl Reconciler {
     /// Replaces the table if it says something new; replicas carry their own state.
     fn publish(&mut self) {
         let models = &self.models;
-        self.published.send_if_modified(|table| {
+        self.published.table.send_if_modified(|table| {
             let is_same = table.len() == models.len()
                 && models.iter().all(|(name, model)| table.get(name).is_some_and(|served| model.is_shown_by(served)));
             if !is_same {

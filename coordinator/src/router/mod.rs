@@ -7,7 +7,10 @@ pub mod choice;
 pub mod prefix_index;
 pub mod reports;
 
-use std::sync::Arc;
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
+};
 
 use tokio::sync::watch;
 
@@ -20,12 +23,13 @@ use crate::{
 #[derive(Clone)]
 pub struct Router {
     models: watch::Receiver<ModelTable>,
+    is_complete: Arc<AtomicBool>,
 }
 
 impl Router {
-    /// Routes by what the planner publishes.
-    pub fn new(models: watch::Receiver<ModelTable>) -> Self {
-        Self { models }
+    /// Routes by what the planner publishes; before that `is_complete`, a model that is not there may be wanted all the same.
+    pub fn new(models: watch::Receiver<ModelTable>, is_complete: Arc<AtomicBool>) -> Self {
+        Self { models, is_complete }
     }
 
     /// Every desired model now.
@@ -41,8 +45,11 @@ impl Router {
     /// The model of that name; the only one if the name is empty.
     ///
     /// # Errors
-    /// [`RequestError::UnknownModel`], or [`RequestError::Invalid`] if the name is empty and several are loaded.
+    /// [`RequestError::UnknownModel`], or [`RequestError::Invalid`] if the name is empty and several are loaded;
+    /// [`RequestError::NotReady`] as long as it is not known which models are wanted.
     pub fn model(&self, name: &str) -> Result<Arc<ServedModel>, RequestError> {
+        // Asked first: the table may become complete meanwhile.
+        let is_complete = self.is_complete.load(Ordering::Acquire);
         let models = self.models.borrow();
         if let Some(model) = models.get(name) {
             return Ok(Arc::clone(model));
@@ -55,6 +62,10 @@ impl Router {
                 "model",
                 format!("is empty, and several are loaded: {}", names(&models)),
             ));
+        }
+        if !is_complete {
+            let problem = "this coordinator has not read yet which models are wanted".to_owned();
+            return Err(RequestError::NotReady { model: name.to_owned(), problem });
         }
         Err(unknown(name, &models))
     }
