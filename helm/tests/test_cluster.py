@@ -14,6 +14,8 @@ import tempfile
 import threading
 import time
 import unittest
+import urllib.error
+import urllib.request
 
 import chart
 from kubelet import PATIENCE, Node
@@ -156,15 +158,25 @@ class Cluster(unittest.TestCase):
             self.assertEqual(status, 0, output)
 
     def wait_refused(self, node):
-        """Waits until the coordinators are alive and none is ready."""
+        """Waits until the coordinators are alive, none is ready, and each says why: it has made its settings known."""
         end = time.monotonic() + PATIENCE
         while True:
             coordinators = node.of("coordinator")
             alive = all(pod.probe("livenessProbe") for pod in coordinators)
-            if alive and not any(pod.probe("readinessProbe") for pod in coordinators):
+            if alive and all("cannot be loaded" in self.refusal(pod) for pod in coordinators):
                 return
             self.assertLess(time.monotonic(), end)
             time.sleep(0.2)
+
+    def refusal(self, pod):
+        """Why a coordinator is not ready; nothing if it is, or does not answer."""
+        try:
+            urllib.request.urlopen(f"http://{pod.address}:7080/readyz", timeout=2).close()
+        except urllib.error.HTTPError as error:
+            return error.read().decode()
+        except OSError:
+            pass
+        return ""
 
 
 if __name__ == "__main__":
