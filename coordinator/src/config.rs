@@ -21,7 +21,7 @@ pub struct CoordinatorConfig {
     /// Model to load at start.
     pub model: Option<ModelSpec>,
     /// Of these settings: where coordinators share a registry and want a model otherwise, the higher one counts, of equal
-    /// ones the coordinator that was started last.
+    /// ones the coordinator that was the last to reach it after its start.
     pub settings_revision: u64,
     /// Sizes that plans of models leave room for that are loaded by an order.
     pub plan_options: PlanOptions,

@@ -327,7 +327,7 @@ mod tests {
         };
         assert_eq!(claim(&mut models, &spec("m", 2), 1), made("it is new"));
         models[1].attempt = 3;
-        assert_eq!(claim(&mut models, &spec("m", 1), 1), made("min_workers was 2, is 1"), "who starts last counts");
+        assert_eq!(claim(&mut models, &spec("m", 1), 1), made("min_workers was 2, is 1"), "who comes last counts");
         assert_eq!((models[1].min_workers, models[1].attempt), (1, 3));
         let first = spec("n", 1);
         assert_eq!(claim(&mut models, &first, 2), made("model \"m\" is not wanted any more; it is new"));

@@ -13,7 +13,7 @@ use lockstep_tests::{
 };
 use tokio::task::JoinHandle;
 
-use crate::worker_loss::{ready_replicas, requests, start};
+use crate::worker_loss::{ready_replicas, requests, start, undisturbed};
 
 /// Most that a client may wait for the next token while a replica is planned and loaded anew.
 const LONGEST_GAP: Duration = Duration::from_secs(10);
@@ -46,14 +46,6 @@ async fn check(streams: Streams, undisturbed: &[Output], limit: Duration, what: 
     }
     println!("stream gap, {what}: {:.2} s", longest.as_secs_f64());
     assert!(longest < limit, "{longest:?}\n{}", cluster.log());
-}
-
-async fn undisturbed(client: &Client) -> Vec<Output> {
-    let mut outputs = Vec::new();
-    for request in requests() {
-        outputs.push(client.generate(request).await.unwrap());
-    }
-    outputs
 }
 
 #[tokio::test(flavor = "multi_thread")]

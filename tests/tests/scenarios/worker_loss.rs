@@ -156,7 +156,8 @@ async fn strike(
     assert!(longest < limit, "{longest:?}\n{}", cluster.log());
 }
 
-async fn undisturbed(client: &Client) -> Vec<Output> {
+/// What the requests yield while nothing happens.
+pub async fn undisturbed(client: &Client) -> Vec<Output> {
     let mut outputs = Vec::new();
     for request in requests() {
         outputs.push(client.generate(request).await.unwrap());

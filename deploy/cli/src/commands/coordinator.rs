@@ -86,7 +86,7 @@ struct Settings {
     #[arg(long, env = "LOCKSTEP_MIN_WORKERS_TIMEOUT_SECS", value_name = "SECONDS")]
     min_workers_timeout_secs: Option<f64>,
     /// Revision of these settings: where coordinators of a cluster want its model otherwise, those with the higher revision
-    /// count, of equal ones the coordinator that was started last [default: 0]
+    /// count, of equal ones the coordinator that was the last to reach etcd after its start [default: 0]
     #[arg(long, env = "LOCKSTEP_SETTINGS_REVISION", value_name = "N")]
     settings_revision: Option<u64>,
     /// How long workers that came have to stay before a model that is served is planned anew to use them; 0: it never is
