@@ -10,7 +10,7 @@ use lockstep_proto::v1::generate_request::Input;
 use lockstep_tests::{
     Client, Cluster, Layout, Output,
     agreement::{self, Choice, LARGEST_GAP, Passage},
-    client::{check_same, gap, greedy, parting, read_to_end, tokens},
+    client::{EIGHT_BITS, check_same, gap, greedy, parting, read_to_end, tokens},
     process::PATIENCE,
 };
 
@@ -23,10 +23,6 @@ const COMPANIONS: u32 = 8;
 /// Nats below which GPUs that share the layers may choose differently than one alone, in batches: their sums round
 /// differently.
 const ROUNDING: f32 = 0.05;
-/// Nats below which a sequence alone, whose activations have 8 bits, may part from one that is computed otherwise: in three
-/// such comparisons of ten outputs, six of which part, the largest gaps were 0.119, 0.163 and 0.324. This is nearly half as
-/// much again.
-const EIGHT_BITS: f32 = 0.45;
 /// Longest time from the loss of a worker until the coordinator knows.
 const LOSS: Duration = Duration::from_secs(2);
 /// Messages of a stream that goes on: more than can have been under way when a worker was lost.
