@@ -303,10 +303,97 @@ fn attention_agrees_with_the_oracle() {
     }
 }
 
+impl Scene {
+    /// The sequences' last tokens, one a sequence, and where they are stored.
+    fn last_tokens(&self) -> (Vec<AttentionSequence<'_>>, Vec<u32>, Vec<u32>) {
+        let block_size = self.shape.block_size;
+        let (mut sequences, mut positions, mut slots) = (vec![], vec![], vec![]);
+        for (rows, block_table) in self.qkv.iter().zip(&self.block_tables) {
+            let first_position = rows.len() / self.shape.width() - 1;
+            sequences.push(AttentionSequence { num_tokens: 1, first_position, block_table });
+            positions.push(first_position as u32);
+            slots.push(
+                block_table[first_position / block_size] * block_size as u32 + (first_position % block_size) as u32,
+            );
+        }
+        (sequences, positions, slots)
+    }
+
+    /// Puts a row in the place of a sequence's last, as the cache holds it in `slot`; the cache's elements are those of the row
+    /// but for their rounding.
+    fn replace_last(&mut self, device: &mut WebGpuDevice, sequence: usize, slot: u32, row: &[f64]) {
+        let Shape { num_heads, num_key_value_heads, head_dim, dtype, .. } = self.shape;
+        let mut row: Vec<f32> = row.iter().map(|value| *value as f32).collect();
+        let rounding = match dtype {
+            Dtype::F16 => 1e-3,
+            Dtype::Bf16 => 8e-3,
+            Dtype::F32 => 1e-5,
+        };
+        for head in 0..num_key_value_heads {
+            let found = self.cache.token(device.commands(), 1, slot as usize, head).unwrap().unwrap();
+            for (found, first_head) in found.iter().zip([num_heads, num_heads + num_key_value_heads]) {
+                let elements = &mut row[(first_head + head) * head_dim..][..head_dim];
+                for (got, want) in found.iter().zip(&*elements) {
+                    assert!((got - want).abs() <= rounding * want.abs().max(1e-2), "{:?} {got} {want}", self.shape);
+                }
+                elements.copy_from_slice(found);
+            }
+        }
+        let start = self.qkv[sequence].len() - row.len();
+        self.qkv[sequence][start..].copy_from_slice(&row);
+    }
+}
+
+/// Decode tokens that are rotated and stored by the dispatch that attends, of sequences of one range of keys and of several.
+fn fused_attention_agrees(device: &mut WebGpuDevice, shape: Shape, style: RopeStyle, random: &mut StdRng) {
+    let Shape { num_heads, num_key_value_heads, head_dim, .. } = shape;
+    let lengths = [1, random.random_range(2..250), random.random_range(257..400)];
+    let mut scene = Scene::new(device, shape, &lengths, random);
+    let table = table(style, head_dim / 4 * 2, 1.25);
+    let rows = values(random, lengths.len() * shape.width(), 2.0);
+    let mut qkv = adapter::tensor(device, shape.width(), &rows);
+    let mut output = device.tensor(lengths.len(), num_heads * head_dim).unwrap();
+    let (_, positions, slots) = scene.last_tokens();
+    let (positions, slot_mapping) = (&positions[..], &slots[..]);
+    let call = RopeAndStore { num_heads, num_key_value_heads, head_dim, layer: 1, positions, slot_mapping };
+    let before = device.commands().last_dispatch();
+    device.rope_and_store(&call, &table, &mut qkv, &mut scene.cache).unwrap();
+    let (sequences, ..) = scene.last_tokens();
+    device.attention(&scene.call(&sequences), &qkv, &scene.cache, &mut output).unwrap();
+    // One dispatch attends, one joins the ranges.
+    assert_eq!(device.commands().last_dispatch() - before, 2);
+    let got = adapter::rows(device, lengths.len(), &mut output);
+    let rotated = reference::rope_and_store::rope(&call, &table, &rows);
+    for (sequence, row) in rotated.chunks(shape.width()).enumerate() {
+        scene.replace_last(device, sequence, slots[sequence], row);
+    }
+    for (sequence, got) in got.chunks(num_heads * head_dim).enumerate() {
+        let expected = scene.expected(sequence);
+        for (got, want) in got.iter().zip(&expected[expected.len() - got.len()..]) {
+            assert!((f64::from(*got) - want).abs() < 2e-5, "{shape:?} {lengths:?} sequence {sequence}: {got} {want}");
+        }
+    }
+}
+
+#[test]
+fn attention_that_rotates_and_stores_agrees_with_the_oracle() {
+    let mut random = random();
+    let [mut with_all, mut without] = adapter::open_both();
+    let num_shapes = if adapter::is_slow() { 1 } else { usize::MAX };
+    let styles = [RopeStyle::Interleaved, RopeStyle::Halves].into_iter().cycle();
+    for ((index, shape), style) in shapes().into_iter().take(num_shapes).enumerate().zip(styles) {
+        fused_attention_agrees(&mut with_all, shape, style, &mut random);
+        if index % 3 == 0 {
+            fused_attention_agrees(&mut without, shape, style, &mut random);
+        }
+    }
+}
+
 #[test]
 fn all_of_it_holds_with_subgroups_of_four() {
     adapter::run_with_subgroups_of_four(&[
         "attention_agrees_with_the_oracle",
+        "attention_that_rotates_and_stores_agrees_with_the_oracle",
         "norm_agrees_with_the_oracle",
         "rotates_and_stores_as_the_oracle_does",
         "sampling_agrees_with_the_oracle_and_draws_as_the_processor_does",

@@ -1,7 +1,7 @@
 // Rotates queries and keys in place, and stores keys and values in the cache.
 //
-// A workgroup takes one head of one token: x is the head (queries, keys, values), y the token. Options: those of the
-// cache; PARTED (the cache of a layer is in four buffers); THREADS, INTERLEAVED (pairs 2i and 2i + 1, else i and i + rotary_dim / 2).
+// A workgroup takes one head of one token: x is the head (queries, keys, values), y the token. Options: those of `cached`,
+// which stores; THREADS, INTERLEAVED (pairs 2i and 2i + 1, else i and i + rotary_dim / 2).
 
 struct Params {
     num_heads: u32, num_key_value_heads: u32, head_dim: u32, rotary_dim: u32, block_size: u32, head_groups: u32,
@@ -13,39 +13,7 @@ struct Params {
 // Cosine and sine of each pair of each token.
 @group(0) @binding(1) var<storage, read> angles: array<vec2<f32>>;
 @group(0) @binding(2) var<storage, read> slots: array<u32>;
-@group(0) @binding(3) var<storage, read_write> keys: array<u32>;
-@group(0) @binding(4) var<storage, read_write> values: array<u32>;
-#if PARTED
-@group(0) @binding(5) var<storage, read_write> keys_1: array<u32>;
-@group(0) @binding(6) var<storage, read_write> values_1: array<u32>;
-@group(0) @binding(7) var<storage, read_write> keys_2: array<u32>;
-@group(0) @binding(8) var<storage, read_write> values_2: array<u32>;
-@group(0) @binding(9) var<storage, read_write> keys_3: array<u32>;
-@group(0) @binding(10) var<storage, read_write> values_3: array<u32>;
-#endif
-#include kv_cache
-
-fn store_key(at: u32, part: u32, word: u32) {
-    switch (part) {
-#if PARTED
-        case 1u: { keys_1[at] = word; }
-        case 2u: { keys_2[at] = word; }
-        case 3u: { keys_3[at] = word; }
-#endif
-        default: { keys[at] = word; }
-    }
-}
-
-fn store_value(at: u32, part: u32, word: u32) {
-    switch (part) {
-#if PARTED
-        case 1u: { values_1[at] = word; }
-        case 2u: { values_2[at] = word; }
-        case 3u: { values_3[at] = word; }
-#endif
-        default: { values[at] = word; }
-    }
-}
+#include cached
 
 fn rotate(start: u32, token: u32, pair: u32) {
     let pairs = params.rotary_dim / 2u;
@@ -63,14 +31,13 @@ fn rotate(start: u32, token: u32, pair: u32) {
     qkv[second] = x * angle.y + y * angle.x;
 }
 
-// The group of four elements of the head from `start` on, finite, zeros past its end.
+// The group of four elements of the head from `start` on, zeros past its end.
 fn load_group(start: u32, group: u32) -> vec4<f32> {
     var elements = vec4<f32>(0.0);
     for (var i = 0u; i < 4u; i++) {
         if (4u * group + i < params.head_dim) { elements[i] = qkv[start + 4u * group + i]; }
     }
-    let limit = vec4<f32>(cache_limit());
-    return clamp(elements, -limit, limit);
+    return elements;
 }
 
 @compute @workgroup_size(THREADS)
@@ -93,18 +60,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     block %= params.part_blocks;
     let row = (block * params.num_key_value_heads + key_value_head) * params.block_size + slot % params.block_size;
     for (var i = thread; i < params.head_groups; i += THREADS) {
-        let elements = load_group(start, i);
-        let at = (row * params.head_groups + i) * GROUP_WORDS;
-        var words: vec4<u32>;
-        if (DTYPE == 0u) {
-            words = vec4<u32>(pack2x16float(elements.xy), pack2x16float(elements.zw), 0u, 0u);
-        } else if (DTYPE == 1u) {
-            words = vec4<u32>(pack_bf16(elements.xy), pack_bf16(elements.zw), 0u, 0u);
-        } else {
-            words = bitcast<vec4<u32>>(elements);
-        }
-        for (var word = 0u; word < GROUP_WORDS; word++) {
-            if (is_value) { store_value(at + word, part, words[word]); } else { store_key(at + word, part, words[word]); }
-        }
+        let elements = narrow(load_group(start, i));
+        let at = row * params.head_groups + i;
+        if (is_value) { store_value(at, part, elements); } else { store_key(at, part, elements); }
     }
 }

@@ -16,7 +16,11 @@ use super::{
     source::{Options, Source},
     tensor::WebGpuTensor,
 };
-use crate::{KernelError, ops::Attention, quant::ACTIVATION_BLOCK};
+use crate::{
+    KernelError,
+    ops::{Attention, RopeStyle},
+    quant::ACTIVATION_BLOCK,
+};
 
 /// The ranges of keys.
 pub static ATTENTION: Source = Source { name: "attention.wgsl", text: include_str!("../../wgsl/attention.wgsl") };
@@ -30,11 +34,19 @@ pub static COOPERATIVE: Source =
 pub static COMBINE: Source =
     Source { name: "attention_combine.wgsl", text: include_str!("../../wgsl/attention_combine.wgsl") };
 
-/// Keys of a tile, and threads of a workgroup that takes one each: one at least has a group of four elements of the largest
-/// head.
-const KEYS: u32 = 128;
-/// Keys of a range.
-const RANGE_KEYS: usize = 128;
+/// Threads of a workgroup of `attention.wgsl` and `attention_combine.wgsl`: one at least has a group of four elements of the
+/// largest head.
+const THREADS: u32 = 128;
+/// Keys of a tile of `attention.wgsl`, and bytes of them, at most.
+const KEYS: usize = 32;
+const KEYS_BYTES: usize = 8 << 10;
+/// Keys of one range: joining two takes as long as some tiles do.
+const WHOLE_KEYS: usize = 256;
+/// Ranges of more keys: at least so many keys, and at most so many ranges.
+const RANGE_KEYS: usize = 64;
+const MAX_RANGES: usize = 64;
+/// Storage buffers that attention binds which stores keys and values: of a whole layer and of one in parts.
+const STORING_BUFFERS: [u32; 2] = [10, 16];
 /// Tokens of a prompt that share an item, without tensor cores.
 const PREFILL_TOKENS: usize = 4;
 /// Tokens of a sequence from which on tiles and tensor cores pay.
@@ -73,6 +85,21 @@ pub(super) struct StagedItems {
     combined: Option<(Binding, usize)>,
     /// Slots of partial sums.
     num_slots: usize,
+}
+
+/// The rows that attend.
+pub(super) struct Rows {
+    pub qkv: Binding,
+    /// How they are to be rotated, and their keys and values stored, before they attend; `None`: they are.
+    pub rotation: Option<Rotation>,
+}
+
+/// A rotation, and a store, that a dispatch of attention makes itself.
+#[derive(Clone)]
+pub(super) struct Rotation {
+    pub angles: Binding,
+    pub rotary_dim: usize,
+    pub style: RopeStyle,
 }
 
 /// Shape of a workgroup of `attention_cooperative.wgsl`.
@@ -181,17 +208,19 @@ pub struct Variant {
     pub make_blocks: bool,
     /// Whether the adapter computes with f16.
     pub has_f16: bool,
+    /// Whether queries and keys are rotated, and keys and values stored, in the same dispatch.
+    pub stores: bool,
 }
 
 impl Variant {
     /// The source and its options for a cache.
     pub fn of_cache(self, dtype: Dtype, is_parted: bool) -> (&'static Source, Options) {
-        let Self { head_dim, block_size, group_size, work, make_blocks, has_f16 } = self;
+        let Self { head_dim, block_size, group_size, work, make_blocks, has_f16, stores } = self;
         let mut options = kv_cache::options(dtype, is_parted).to_vec();
         let is_native = u32::from(has_f16 && dtype == Dtype::F16);
         options.extend([
-            ("WIDE", u32::from(dtype == Dtype::F32)),
             ("NATIVE", is_native),
+            ("STORES", u32::from(stores)),
             ("GROUPS", head_dim.div_ceil(4) as u32),
             ("BLOCK_SIZE", block_size as u32),
             ("QUANTIZE", u32::from(make_blocks)),
@@ -215,7 +244,8 @@ impl Variant {
             ]),
             Work::Decode | Work::Prefill => options.extend([
                 ("F16", is_native),
-                ("THREADS", KEYS),
+                ("THREADS", THREADS),
+                ("KEYS", tile_keys(dtype, head_dim) as u32),
                 ("TOKENS", work.tokens(head_dim, group_size) as u32),
             ]),
         }
@@ -225,7 +255,33 @@ impl Variant {
 
 /// Options of `attention_combine.wgsl` for heads of so many groups of four elements.
 pub fn combine_options(head_groups: usize, make_blocks: bool) -> Options {
-    vec![("THREADS", KEYS), ("GROUPS", head_groups as u32), ("QUANTIZE", u32::from(make_blocks))]
+    let ranges = MAX_RANGES as u32;
+    vec![("THREADS", THREADS), ("GROUPS", head_groups as u32), ("RANGES", ranges), ("QUANTIZE", u32::from(make_blocks))]
+}
+
+/// Keys of a tile of `attention.wgsl`: a power of two.
+fn tile_keys(dtype: Dtype, head_dim: usize) -> usize {
+    let most = KEYS_BYTES / (head_dim.next_multiple_of(4) * dtype.element_bytes()).max(1);
+    (1 << most.max(4).ilog2()).min(KEYS)
+}
+
+/// Keys of each range of a token that sees so many, a multiple of a tile's.
+fn range_keys(num_keys: usize) -> usize {
+    if num_keys <= WHOLE_KEYS { WHOLE_KEYS } else { (num_keys.next_power_of_two() / MAX_RANGES).max(RANGE_KEYS) }
+}
+
+/// Whether attention can rotate and store the tokens at `places`, positions and slots, itself: one of each sequence, which goes
+/// where its sequence goes on.
+pub(super) fn can_store(gpu: &Gpu, call: &Attention<'_>, cache: &WebGpuKvCache, places: &[[u32; 2]]) -> bool {
+    let block_size = cache.spec().block_size;
+    let num_buffers = gpu.limits().max_storage_buffers_per_shader_stage;
+    num_buffers >= STORING_BUFFERS[usize::from(cache.is_parted())]
+        && call.sequences.len() == places.len()
+        && call.sequences.iter().zip(places).all(|(sequence, [position, slot])| {
+            let (block, place) = (sequence.first_position / block_size, sequence.first_position % block_size);
+            let own = sequence.block_table.get(block).map(|block| *block as usize * block_size + place);
+            sequence.num_tokens == 1 && sequence.first_position == *position as usize && own == Some(*slot as usize)
+        })
 }
 
 /// Sends what is to be done.
@@ -248,7 +304,7 @@ pub(super) fn stage(
             let position = sequence.first_position + first;
             // Ranges end where they would for any other call; a prompt's are not cut.
             let num_keys = position + num_tokens;
-            let range = if step == 1 { RANGE_KEYS } else { num_keys };
+            let range = if step == 1 { range_keys(num_keys) } else { num_keys };
             let num_ranges = num_keys.div_ceil(range);
             for index in 0..num_ranges {
                 let first_key = index * range;
@@ -264,7 +320,7 @@ pub(super) fn stage(
                 });
             }
             if num_ranges > 1 {
-                combined.push([(row + first) as u32, num_slots as u32, num_ranges as u32, 1]);
+                combined.push([(row + first) as u32, num_slots as u32, num_ranges as u32, 0]);
                 num_slots += num_ranges;
             }
         }
@@ -292,7 +348,7 @@ pub(super) fn push(
     call: &Attention<'_>,
     staged: &StagedItems,
     cache: &WebGpuKvCache,
-    qkv: Binding,
+    rows: Rows,
     output: &mut WebGpuTensor,
     partial: Binding,
 ) -> Result<(), KernelError> {
@@ -305,14 +361,14 @@ pub(super) fn push(
     for (items, work) in staged.items.iter().zip(staged.work) {
         let Some((items, num_items)) = items else { continue };
         let (block_size, has_f16) = (cache.spec().block_size, commands.gpu().has_f16());
-        let variant = Variant { head_dim, block_size, group_size, work, make_blocks, has_f16 };
+        let stores = rows.rotation.is_some();
+        let variant = Variant { head_dim, block_size, group_size, work, make_blocks, has_f16, stores };
         let (source, options) = variant.of_cache(cache.dtype(), cache.is_parted());
         let pipeline = commands.gpu().pipeline(source, &options)?;
-        let mut cached = cache.layer(call.layer);
-        let mut bindings = vec![qkv.clone(), items.clone(), staged.tables.clone()];
-        bindings.extend(cached.by_ref().take(2));
+        let mut bindings = vec![rows.qkv.clone(), items.clone(), staged.tables.clone()];
+        bindings.extend(cache.layer(call.layer));
         bindings.extend([values.clone(), partial.clone()]);
-        bindings.extend(blocks.iter().cloned().chain(cached));
+        bindings.extend(blocks.iter().chain(rows.rotation.iter().map(|rotation| &rotation.angles)).cloned());
         let chunks = group_size.div_ceil(work.query_heads(head_dim, group_size));
         let parameters = [
             call.num_heads as u32,
@@ -323,6 +379,8 @@ pub(super) fn push(
             call.scale.to_bits(),
             chunks as u32,
             cache.part_blocks() as u32,
+            rows.rotation.as_ref().map_or(0, |rotation| rotation.rotary_dim as u32),
+            rows.rotation.as_ref().map_or(0, |rotation| u32::from(rotation.style == RopeStyle::Interleaved)),
         ];
         let grid = [*num_items, call.num_key_value_heads * chunks, 1];
         commands.dispatch(&pipeline, bindings, &parameters, grid)?;

@@ -234,6 +234,16 @@ impl Commands {
         Ok(())
     }
 
+    /// The number of the dispatch that was added last.
+    pub fn last_dispatch(&self) -> u64 {
+        self.num_dispatches + self.waiting.len() as u64
+    }
+
+    /// Takes a dispatch back if it waits and none was added since; whether it did.
+    pub fn take_back(&mut self, number: u64) -> bool {
+        self.last_dispatch() == number && self.waiting.pop().is_some()
+    }
+
     fn bind_group(&mut self, pipeline: &Pipeline, bindings: Vec<Binding>) -> BindGroup {
         let key = (pipeline.pipeline.clone(), bindings);
         if let Some(known) = self.bind_groups.get(&key) {

@@ -1,7 +1,8 @@
 //! [`WebGpuDevice`]: the operations of a forward step on a GPU through wgpu.
 //! For: the executor of a rank, through the trait [`Device`].
 //! Invariant: an operation checks its call, stages its inputs and adds dispatches to the step; what the step came to is
-//! read only by `sample`, `with_host` and sums over hosts.
+//! read only by `sample`, `with_host` and sums over hosts. Attention of decode tokens takes back the rotation and store that
+//! were asked for just before, and makes them itself: the rows themselves then stay as they were.
 //! Not here: the operations themselves, one a file; collecting dispatches ([`commands`](super::commands)).
 
 use std::sync::Arc;
@@ -9,7 +10,7 @@ use std::sync::Arc;
 use lockstep_formats::Dtype;
 
 use super::{
-    attention::{self, StagedItems},
+    attention::{self, Rotation, StagedItems},
     commands::{Binding, Commands},
     elementwise,
     gpu::Gpu,
@@ -48,6 +49,17 @@ pub struct WebGpuDevice {
 struct Staged {
     tokens: Option<([usize; 4], StagedTokens)>,
     items: Option<([usize; 3], StagedItems)>,
+    rotated: Option<Rotated>,
+}
+
+/// The dispatch that rotates and stores rows, in case that attention of these comes next: it can do that itself.
+struct Rotated {
+    dispatch: u64,
+    layer: usize,
+    qkv: Binding,
+    keys: Option<Binding>,
+    places: Arc<[[u32; 2]]>,
+    rotation: Rotation,
 }
 
 impl WebGpuDevice {
@@ -141,6 +153,20 @@ impl WebGpuDevice {
                 Ok(items)
             }
         }
+    }
+
+    /// The rows for attention, whose rotation and store become part of it if they are what was asked for just before.
+    fn rows(&mut self, call: &Attention<'_>, qkv: &WebGpuTensor, cache: &WebGpuKvCache) -> attention::Rows {
+        let qkv = qkv.values();
+        let is_fusible = |rotated: &Rotated| {
+            rotated.layer == call.layer
+                && rotated.qkv == qkv
+                && rotated.keys == cache.layer(call.layer).next()
+                && attention::can_store(self.commands.gpu(), call, cache, &rotated.places)
+        };
+        let rotated = self.staged.rotated.take().filter(is_fusible);
+        let rotated = rotated.filter(|rotated| self.commands.take_back(rotated.dispatch));
+        attention::Rows { qkv, rotation: rotated.map(|rotated| rotated.rotation) }
     }
 
     /// The product with its columns on other ranks, whose hosts add the shares.
@@ -312,7 +338,13 @@ impl Device for WebGpuDevice {
         call.check(table, cache.spec(), qkv.width())?;
         qkv.expect_tokens("rope_and_store", call.num_tokens())?;
         let staged = self.tokens(call, table)?;
-        rope_and_store::push(&mut self.commands, call, table, &staged, qkv.overwrite(), cache)
+        let StagedTokens { angles, places, .. } = &staged;
+        let rotation = Rotation { angles: angles.clone(), rotary_dim: table.rotary_dim, style: table.style };
+        let (qkv, places) = (qkv.overwrite(), Arc::clone(places));
+        rope_and_store::push(&mut self.commands, call, table, &staged, qkv.clone(), cache)?;
+        let (dispatch, keys) = (self.commands.last_dispatch(), cache.layer(call.layer).next());
+        self.staged.rotated = Some(Rotated { dispatch, layer: call.layer, qkv, keys, places, rotation });
+        Ok(())
     }
 
     fn attention(
@@ -332,7 +364,8 @@ impl Device for WebGpuDevice {
             self.partial = Binding::whole(&buffer);
         }
         let partial = self.partial.clone();
-        attention::push(&mut self.commands, call, &staged, cache, qkv.values(), output, partial)
+        let rows = self.rows(call, qkv, cache);
+        attention::push(&mut self.commands, call, &staged, cache, rows, output, partial)
     }
 
     fn gather_rows(

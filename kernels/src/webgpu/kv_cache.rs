@@ -99,11 +99,6 @@ impl WebGpuKvCache {
         self.layers[layer].iter().flatten().map(Binding::whole)
     }
 
-    /// Options of the shaders that use it.
-    pub(super) fn options(&self) -> [(&'static str, u32); 3] {
-        options(self.dtype, self.is_parted())
-    }
-
     /// Groups of four elements of a head.
     pub(super) fn head_groups(&self) -> usize {
         self.spec.head_dim.div_ceil(4)
@@ -145,5 +140,5 @@ impl WebGpuKvCache {
 
 /// Options of the shaders that use a cache of a type.
 pub fn options(dtype: Dtype, is_parted: bool) -> [(&'static str, u32); 3] {
-    [("DTYPE", dtype_option(dtype)), ("GROUP_WORDS", dtype.element_bytes() as u32), ("PARTED", u32::from(is_parted))]
+    [("DTYPE", dtype_option(dtype)), ("WIDE", u32::from(dtype == Dtype::F32)), ("PARTED", u32::from(is_parted))]
 }

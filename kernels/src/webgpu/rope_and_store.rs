@@ -2,10 +2,14 @@
 //! For: [`WebGpuDevice`](super::WebGpuDevice).
 //! Invariant: cosines and sines come from the host, in f64 as the oracle's; the layers of a step share them.
 
+use std::sync::Arc;
+
+use lockstep_formats::Dtype;
+
 use super::{
     commands::{Binding, Commands},
-    kv_cache::WebGpuKvCache,
-    source::Source,
+    kv_cache::{self, WebGpuKvCache},
+    source::{Options, Source},
 };
 use crate::{
     KernelError,
@@ -23,8 +27,18 @@ pub const THREADS: u32 = 64;
 #[derive(Clone)]
 pub(super) struct StagedTokens {
     /// Cosine and sine of each rotated pair of each token.
-    angles: Binding,
+    pub angles: Binding,
     slots: Binding,
+    /// Position and slot of each token.
+    pub places: Arc<[[u32; 2]]>,
+}
+
+/// Options of the variant for a cache.
+pub fn options(dtype: Dtype, is_parted: bool, style: RopeStyle) -> Options {
+    let mut options = kv_cache::options(dtype, is_parted).to_vec();
+    let interleaved = u32::from(style == RopeStyle::Interleaved);
+    options.extend([("NATIVE", 0), ("STORES", 1), ("THREADS", THREADS), ("INTERLEAVED", interleaved)]);
+    options
 }
 
 /// Sends angles and slots.
@@ -44,7 +58,8 @@ pub(super) fn stage(
             })
         })
         .collect();
-    Ok(StagedTokens { angles: commands.stage(&angles)?, slots: commands.stage(call.slot_mapping)? })
+    let places = call.positions.iter().zip(call.slot_mapping).map(|(position, slot)| [*position, *slot]).collect();
+    Ok(StagedTokens { angles: commands.stage(&angles)?, slots: commands.stage(call.slot_mapping)?, places })
 }
 
 /// Adds the call, which was checked, to the commands.
@@ -56,8 +71,7 @@ pub(super) fn push(
     qkv: Binding,
     cache: &WebGpuKvCache,
 ) -> Result<(), KernelError> {
-    let mut options = cache.options().to_vec();
-    options.extend([("THREADS", THREADS), ("INTERLEAVED", u32::from(table.style == RopeStyle::Interleaved))]);
+    let options = options(cache.dtype(), cache.is_parted(), table.style);
     let pipeline = commands.gpu().pipeline(&ROPE_AND_STORE, &options)?;
     let tokens = [qkv, staged.angles.clone(), staged.slots.clone()];
     let bindings = tokens.into_iter().chain(cache.layer(call.layer)).collect();

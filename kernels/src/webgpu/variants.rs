@@ -10,7 +10,7 @@ use super::{
     rope_and_store, sample,
     source::{Options, Source},
 };
-use crate::quant::ACTIVATION_BLOCK;
+use crate::{ops::RopeStyle, quant::ACTIVATION_BLOCK};
 
 /// A source with the options of one variant, but for those of the adapter: `SUBGROUPS` and `IMMEDIATES`.
 pub type Variant = (&'static Source, Options);
@@ -71,20 +71,18 @@ fn matmul_variants() -> Vec<Variant> {
 fn attention_variants() -> Vec<Variant> {
     let mut variants: Vec<Variant> = Vec::new();
     for (dtype, is_parted) in Dtype::ALL.into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
-        for interleaved in [0, 1] {
-            let mut options = super::kv_cache::options(dtype, is_parted).to_vec();
-            options.extend([("THREADS", rope_and_store::THREADS), ("INTERLEAVED", interleaved)]);
+        for style in [RopeStyle::Interleaved, RopeStyle::Halves] {
+            let options = rope_and_store::options(dtype, is_parted, style);
             variants.push((&rope_and_store::ROPE_AND_STORE, options));
         }
         for (head_dim, group_size) in HEADS {
             // Heads that are no whole blocks are not made as blocks.
             let block_choices = if head_dim % ACTIVATION_BLOCK == 0 { &[false, true][..] } else { &[false] };
-            for (work, make_blocks) in
-                works(dtype, head_dim).flat_map(|work| block_choices.iter().map(move |make| (work, *make)))
-            {
-                for has_f16 in [false, true] {
+            for (work, stores) in works(dtype, head_dim) {
+                for (make_blocks, has_f16) in block_choices.iter().flat_map(|make| [(*make, false), (*make, true)]) {
                     let block_size = 32;
-                    let variant = attention::Variant { head_dim, block_size, group_size, work, make_blocks, has_f16 };
+                    let variant =
+                        attention::Variant { head_dim, block_size, group_size, work, make_blocks, has_f16, stores };
                     variants.push(variant.of_cache(dtype, is_parted));
                 }
             }
@@ -98,11 +96,13 @@ fn attention_variants() -> Vec<Variant> {
     variants
 }
 
-fn works(dtype: Dtype, head_dim: usize) -> impl Iterator<Item = attention::Work> {
-    let matrices = attention::MatrixShape::ALL.into_iter().map(attention::Work::Matrices);
+/// Who computes, and whether it stores.
+fn works(dtype: Dtype, head_dim: usize) -> impl Iterator<Item = (attention::Work, bool)> {
+    use attention::Work;
+    let matrices = attention::MatrixShape::ALL.into_iter().map(|shape| (Work::Matrices(shape), false));
     let has_matrices = attention::has_matrices(dtype, head_dim);
-    let plain = attention::Work::of_plain_prompts(head_dim);
-    [attention::Work::Decode, plain].into_iter().chain(matrices.filter(move |_| has_matrices))
+    let plain = [(Work::Decode, false), (Work::Decode, true), (Work::of_plain_prompts(head_dim), false)];
+    plain.into_iter().chain(matrices.filter(move |_| has_matrices))
 }
 
 /// Sizes of a head and of a group, the largest of each kind of workgroup among them.

@@ -1,7 +1,6 @@
 // Keys and values in the cache: `[block, head, offset, head_dim]`, rounded up to whole groups of four elements.
 //
 // DTYPE: 0 f16, 1 bf16, 2 f32. Elements go in groups of four: two words of 16-bit elements, four of f32.
-// GROUP_WORDS: words of such a group.
 
 fn pack_bf16(pair: vec2<f32>) -> u32 {
     // Rounds to nearest, ties to even; what is too large was cut before.
