@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# All GPU tests and benchmarks on a machine with NVIDIA GPUs. Needs no toolkit and no cargo there, but the driver, NVRTC
-# and cuBLASLt. Fails where no GPU is found.
+# All GPU tests and benchmarks on a machine with NVIDIA GPUs, of CUDA and, on the first of them, of Vulkan. Needs no toolkit
+# and no cargo there, but the driver, NVRTC and cuBLASLt, and libvulkan.so.1. Fails where no GPU is found; where Vulkan shows
+# none first, the report says that its part was not run, and VULKAN=1 fails.
 #
-#   tests/gpu.sh pack FOLDER                         where cargo is: builds (with FEATURES, lockstep-cli/cuda if not set),
-#                                                    and collects what `run` needs
+#   tests/gpu.sh pack FOLDER                         where cargo is: builds (with FEATURES, those of CUDA and WebGPU if not
+#                                                    set), and collects what `run` needs
 #   tests/gpu.sh run FOLDER RESULTS [MODEL.gguf]     on the machine with GPUs: writes RESULTS/gpu.json and RESULTS/gpu.txt
 #
 # A random Llama is compared with transformers if python3 (LOCKSTEP_TEST_TORCH_PYTHON names another) has torch and
@@ -22,14 +23,16 @@ pack() {
     local folder=$1
     cd "$(dirname "$0")/.."
     mkdir -p "$folder/tests" "$folder/benches"
-    local features=${FEATURES:-lockstep-cli/cuda}
+    local features=${FEATURES:-lockstep-cli/cuda,lockstep-cli/webgpu}
     cargo build --release --workspace --features "$features" --bin lockstep
     install -s target/release/lockstep "$folder/lockstep"
     local artifacts
     artifacts=$(cargo test --release --workspace --features "$features" --no-run --message-format=json \
-        --test 'cuda_*' --test scenarios --bench 'cuda_*')
+        --test 'cuda_*' --test 'webgpu_*' --test scenarios --bench 'cuda_*' --bench 'webgpu_*')
     while read -r kind name path; do
-        [ "$name" = cuda_compile ] || install -s "$path" "$folder/$kind/$name"
+        # These need a compiler or a browser, and no GPU.
+        case $name in cuda_compile | webgpu_shaders) continue ;; esac
+        install -s "$path" "$folder/$kind/$name"
     done < <(python3 -c '
 import json, sys
 for line in sys.stdin:
@@ -100,16 +103,26 @@ name_of_outcome() {
     esac
 }
 
-# Ignored tests of one executable that need no more than there is; the log keeps what they print. Words after the third
-# are put before the command.
+# Those tests of one executable that need a GPU, and no more of them than there are; the log keeps what they print. Words
+# after the third are put before the command.
 run_tests() {
     local executable=$1 log=$2 num_gpus=$3
     shift 3
-    local skipped=()
-    [ "$has_transformers" = 1 ] || skipped+=(--skip transformers_does)
-    [ "$num_gpus" -ge 2 ] || skipped+=(--skip two_gpus)
-    [ "$num_gpus" -ge 4 ] || skipped+=(--skip four_gpus)
-    limited "$@" "$executable" --ignored --test-threads 1 --nocapture "${skipped[@]}" >"$log" 2>&1
+    local filter=(--ignored)
+    # Everything of WebGPU concerns the adapter, but what is run once more on a certain one in software.
+    case $executable in */webgpu_*) filter=(--skip subgroups_of_four) ;; esac
+    [ "$has_transformers" = 1 ] || filter+=(--skip transformers_does)
+    [ "$num_gpus" -ge 2 ] || filter+=(--skip two_gpus)
+    [ "$num_gpus" -ge 4 ] || filter+=(--skip four_gpus)
+    limited "$@" "$executable" "${filter[@]}" --test-threads 1 --nocapture >"$log" 2>&1
+}
+
+# Whether the first adapter that Vulkan shows is a GPU: it is the one that the tests take.
+is_vulkan_there() {
+    "$LOCKSTEP_BIN" devices --json 2>"$1" | python3 -c '
+import json, sys
+vulkan = [device for device in json.load(sys.stdin) if device["device"] == "vulkan:0"]
+sys.exit(not vulkan or vulkan[0]["remark"] is not None)' 2>>"$1"
 }
 
 # Tests that passed, by their log.
@@ -140,6 +153,13 @@ run() {
         say "no comparison with transformers: $(tail -1 "$results/logs/transformers")"
     fi
 
+    local has_vulkan=1
+    if ! is_vulkan_there "$results/logs/vulkan"; then
+        has_vulkan=0
+        [ "${VULKAN:-0}" = 0 ] || failed=1
+        tests+=("vulkan not-run: vulkan:0 is no GPU, lockstep devices tells more")
+        say "no tests of Vulkan: vulkan:0 is no GPU, lockstep devices tells more"
+    fi
     [ "$num_gpus" -ge 2 ] || tests+=("two_gpus not-run: GPUs here: $num_gpus")
     [ "$num_gpus" -ge 4 ] || tests+=("four_gpus not-run: GPUs here: $num_gpus")
 
@@ -150,6 +170,7 @@ run() {
             tests+=("$name not-run:no-model")
             continue
         fi
+        [ "$has_vulkan" = 1 ] || case $name in webgpu_*) continue ;; esac
         say "test $name"
         [ -z "$model" ] || LOCKSTEP_TEST_MODEL=$(realpath "$model")
         [ -z "$model" ] || export LOCKSTEP_TEST_MODEL
@@ -158,6 +179,14 @@ run() {
         [ "$outcome" = 0 ] || { failed=1; tail -20 "$results/logs/$name" >&2; }
         tests+=("$name $(name_of_outcome "$outcome"): $(count_passed "$results/logs/$name")")
     done
+    # Ranks on Vulkan, alone and beside the processor's, on the real model.
+    if [ "$has_vulkan" = 1 ] && [ -n "$model" ] && [ -e "$folder/tests/scenarios" ]; then
+        say "test scenarios_webgpu"
+        outcome=0
+        limited "$folder/tests/scenarios" webgpu --nocapture >"$results/logs/scenarios_webgpu" 2>&1 || outcome=$?
+        [ "$outcome" = 0 ] || { failed=1; tail -20 "$results/logs/scenarios_webgpu" >&2; }
+        tests+=("scenarios_webgpu $(name_of_outcome "$outcome"): $(count_passed "$results/logs/scenarios_webgpu")")
+    fi
 
     if [ "${SANITIZE:-0}" = 1 ]; then
         say "compute-sanitizer"
@@ -171,14 +200,16 @@ run() {
     say "bench $shape"
     [ -e "$file" ] || limited "$LOCKSTEP_BIN" synth "$shape" --output "$file" >&2 || outcome=$?
     [ "$outcome" = 0 ] || { failed=1; tests+=("synth_$shape $(name_of_outcome "$outcome")"); rm -f "$file"; }
-    # On one GPU, and on all of them together.
+    # On one GPU, on all of them together, and on the first through Vulkan, where many sequences at once take long.
     local devices=(cuda:0)
     [ "$num_gpus" = 1 ] || devices+=("$(seq -s, -f 'cuda:%.0f' 0 $((num_gpus - 1)))")
+    [ "$has_vulkan" = 0 ] || devices+=(vulkan:0)
     [ -e "$file" ] || devices=()
     for device in "${devices[@]}"; do
         local bench=("$LOCKSTEP_BIN" bench --model "$file" --device "$device" --tensor-parallel "$(tr , '\n' <<<"$device" | wc -l)"
             --repetitions "${REPETITIONS:-5}" --json)
         local lengths=("--prefill ${PREFILL:-512,4096} --depth ${DEPTH:-512,8192}" "--prefill 512 --concurrent ${CONCURRENT:-8,32,128}")
+        [ "$device" != vulkan:0 ] || unset 'lengths[1]'
         local length
         for length in "${lengths[@]}"; do
             outcome=0
@@ -193,6 +224,7 @@ run() {
         [ -e "$executable" ] || continue
         local name
         name=$(basename "$executable")
+        [ "$has_vulkan" = 1 ] || case $name in webgpu_*) continue ;; esac
         say "bench $name"
         outcome=0
         limited "$executable" --bench >"$results/logs/bench_$name" 2>&1 || outcome=$?

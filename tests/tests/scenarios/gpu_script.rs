@@ -14,6 +14,7 @@ use tempfile::TempDir;
 
 const LIBTEST: &str = "echo 'test one ... ok'; echo 'test result: ok. 2 passed; 0 failed; 0 ignored'";
 const BENCH: &str = r#"case $1 in
+devices) echo '[{"device": "cpu", "remark": null}, {"device": "vulkan:0", "remark": '"${SOFTWARE:-null}"'}]' ;;
 synth) touch "$4" ;;
 bench) echo '{"target": "shape (x)", "startup": {"bytes": 1, "load_seconds": 1, "first_token_seconds": 1}, "tests": [{"test": "pp512", "tokens_per_second": 9.0, "min": 8.0, "max": 9.5}]}' ;;
 esac"#;
@@ -65,6 +66,7 @@ fn every_part_is_in_the_report_whatever_became_of_it() {
         ("pack/tests/cuda_good", LIBTEST),
         ("pack/tests/cuda_bad", "echo no; exit 101"),
         ("pack/tests/cuda_slow", "echo 'test first ... ok'; exec sleep 60"),
+        ("pack/tests/webgpu_good", LIBTEST),
         ("pack/benches/cuda_fast", "echo 12 GB/s"),
         ("pack/benches/cuda_slow", "echo first line; exec sleep 60"),
     ]);
@@ -76,6 +78,7 @@ fn every_part_is_in_the_report_whatever_became_of_it() {
         ("cuda_good", "passed: 2 passed; 0 failed"),
         ("cuda_bad", "failed (101): 0 passed before"),
         ("cuda_slow", "cut off after 2 s: 1 passed before"),
+        ("webgpu_good", "passed: 2 passed; 0 failed"),
         ("bench_cuda_slow", "cut off after 2 s"),
         ("two_gpus", "not-run: GPUs here: 1"),
     ] {
@@ -86,6 +89,23 @@ fn every_part_is_in_the_report_whatever_became_of_it() {
     let lines: Vec<_> =
         report["kernels"].as_array().unwrap().iter().map(|line| line["line"].as_str().unwrap()).collect();
     assert_eq!(lines, ["12 GB/s", "first line"]);
+}
+
+#[test]
+fn vulkan_in_software_is_no_gpu() {
+    let parts = [
+        ("pack/tests/cuda_a", LIBTEST),
+        ("pack/tests/webgpu_a", LIBTEST),
+        ("pack/benches/cuda_a", "echo 12 GB/s"),
+        ("pack/benches/webgpu_a", "echo 13 GB/s"),
+    ];
+    let pack = FakePack::new(&parts);
+    let run = |must: &str| pack.command().env("SOFTWARE", "\"computes\"").env("VULKAN", must).output().unwrap().status;
+    assert!(run("0").success());
+    let (report, table) = pack.report();
+    assert!(outcome(&report, "vulkan").starts_with("not-run: "), "{report}");
+    assert!(!table.contains("webgpu_a") && table.contains("12 GB/s"), "{table}");
+    assert!(!run("1").success());
 }
 
 #[test]
