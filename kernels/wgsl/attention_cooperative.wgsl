@@ -9,7 +9,7 @@
 // held is put down in `output`, scaled.
 //
 // Options: those of `attention` (16-bit caches) and of the matrices; TEAMS, GROUP, ROW_TILES (matrices along the rows of a
-// subgroup), KEY_TILES (along a tile of keys), HEAD_TILES (along a head), LANE_KEYS (keys of a tile that a thread weighs);
+// subgroup), KEY_TILES (along a tile of keys), HEAD_TILES (along a head), LANE_GROUPS (of four keys of a tile, that a thread weighs);
 // F16 and COOPERATIVE (directives), both 1.
 
 #include attention
@@ -40,7 +40,8 @@ var<workgroup> scores: array<f32, TEAMS * KEYS * SCORE_STRIDE>;
 var<workgroup> weights: array<Half, ROWS * WEIGHT_STRIDE * UNIT>;
 // Of each row: one over the sum of its weights.
 var<workgroup> factors: array<f32, ROWS>;
-var<workgroup> is_raised: u32;
+// Whether a base was raised. All that is here takes multiples of 16 bytes, at which matrices have to begin.
+var<workgroup> is_raised: vec4<u32>;
 
 fn narrow(elements: vec4<f32>) -> vec4<f16> {
     return vec4<f16>(clamp(elements, vec4<f32>(-65504.0), vec4<f32>(65504.0)));
@@ -62,19 +63,11 @@ fn put_tile(at: u32, group: vec4<f16>) {
 #endif
 }
 
-fn put_query(at: u32, group: vec4<f16>) {
+fn put_row(at: u32, group: vec4<f16>) {
 #if SMALL
     for (var i = 0u; i < 4u; i++) { weights[4u * at + i] = group[i]; }
 #else
     weights[at] = group;
-#endif
-}
-
-fn put_weight(at: u32, weight: f16) {
-#if SMALL
-    weights[at] = weight;
-#else
-    weights[at / 4u][at % 4u] = weight;
 #endif
 }
 
@@ -87,7 +80,7 @@ fn copy_queries(item: Item, heads: Heads, thread: u32, first: u32) {
         let head = min(heads.first + row % GROUP, max(heads.end, 1u) - 1u);
         let at = (item.row + token) * qkv_width() + head * params.head_dim + 4u * min(group, GROUPS - 1u);
         let elements = vec4<f32>(qkv[at], qkv[at + 1u], qkv[at + 2u], qkv[at + 3u]);
-        put_query(row * WEIGHT_STRIDE + i % (KEYS / 4u), narrow(elements * (params.scale * LOG2_E)));
+        put_row(row * WEIGHT_STRIDE + i % (KEYS / 4u), narrow(elements * (params.scale * LOG2_E)));
     }
 }
 
@@ -181,12 +174,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     let row = team_row + lane / SHARERS;
     let sharer = lane % SHARERS;
     let last_key = item.position + min(row / GROUP, item.num_tokens - 1u);
-    let scores_at = score_at(row, sharer);
+    let scores_at = score_at(row, 4u * sharer);
     let team_scores = team * KEYS * SCORE_STRIDE;
 
 #repeat i ROW_TILES
 #repeat j HEAD_TILES
-    var query_$i_$j: Left;
     var held_$i_$j: Sums;
 #end
 #end
@@ -197,7 +189,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         workgroupBarrier();
     }
 #repeat i ROW_TILES
-    query_$i_$j = coopLoadT<Left>(
+    let query_$i_$j = coopLoadT<Left>(
         &weights[((team_row + $iu * EDGE) * WEIGHT_STRIDE + $ju % KEY_TILES * EDGE_GROUPS) * UNIT], WEIGHT_STRIDE * UNIT);
 #end
 #end
@@ -208,7 +200,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     var is_first = true;
     for (var first = item.first_key; first < item.end_key; first += KEYS) {
         copy_keys(item, heads.key_value_head, thread, first);
-        if (thread == 0u) { is_raised = 0u; }
+        if (thread == 0u) { is_raised = vec4<u32>(0u); }
         workgroupBarrier();
 #repeat n KEY_TILES
         {
@@ -233,27 +225,32 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         workgroupBarrier();
         copy_values(item, heads.key_value_head, thread, first);
         var highest = LOWEST;
-#repeat c LANE_KEYS
-        let score_$c = select(LOWEST, scores[scores_at + $cu * SHARERS * SCORE_STRIDE], first + sharer + $cu * SHARERS <= last_key);
-        highest = max(highest, score_$c);
+#repeat c LANE_GROUPS
+        let key_$c = first + 4u * (sharer + $cu * SHARERS);
+        let at_$c = scores_at + 4u * $cu * SHARERS * SCORE_STRIDE;
+        let made_$c = vec4<f32>(scores[at_$c], scores[at_$c + SCORE_STRIDE], scores[at_$c + 2u * SCORE_STRIDE],
+            scores[at_$c + 3u * SCORE_STRIDE]);
+        let seen_$c = vec4<u32>(key_$c) + vec4<u32>(0u, 1u, 2u, 3u) <= vec4<u32>(last_key);
+        let group_$c = select(vec4<f32>(LOWEST), made_$c, seen_$c);
+        highest = max(highest, max(max(group_$c.x, group_$c.y), max(group_$c.z, group_$c.w)));
 #end
         if (SHARERS > 1u) { highest = max(highest, subgroupShuffleXor(highest, 1u)); }
         var correction = 1.0;
         if (highest > base + THRESHOLD || first == item.first_key) {
             correction = exp2(max(base - highest, -200.0));
             base = highest;
-            if (first != item.first_key) { is_raised = 1u; }
+            if (first != item.first_key) { is_raised = vec4<u32>(1u); }
         }
         total *= correction;
-#repeat c LANE_KEYS
+#repeat c LANE_GROUPS
         {
             // A score that is not seen weighs nothing, even where no score is.
-            let weight = f16(select(0.0, exp2(score_$c - base), score_$c > LOWEST));
-            total += f32(weight);
-            put_weight(row * WEIGHT_STRIDE * 4u + sharer + $cu * SHARERS, weight);
+            let group_weights = vec4<f16>(select(vec4<f32>(0.0), exp2(group_$c - base), seen_$c));
+            total += dot(vec4<f32>(group_weights), vec4<f32>(1.0));
+            put_row(row * WEIGHT_STRIDE + sharer + $cu * SHARERS, group_weights);
         }
 #end
-        if (workgroupUniformLoad(&is_raised) != 0u) {
+        if (workgroupUniformLoad(&is_raised).x != 0u) {
             if (sharer == 0u) { factors[row] = correction; }
 #repeat j HEAD_TILES
 #repeat i ROW_TILES

@@ -1,11 +1,13 @@
 // Paged flash attention of prompts in f32, by tiles in registers. Softmax is taken online.
 //
 // A workgroup takes one item (x) and GROUP query heads of one key/value head (y: the heads, in chunks of GROUP): row `i` of its
-// ROWS is head `i % GROUP` of token `i / GROUP`. For each tile of KEYS keys thread (x, y) of 8 x 16 makes the scores of four
-// rows and four keys; two threads weigh those of a row; then a thread adds the weighted values of its four rows, of every eighth
-// group of four elements. Queries and keys come to workgroup memory CHUNK groups at a time, values CHUNK keys at a time.
+// ROWS is head `i % GROUP` of token `i / GROUP`. For each tile of KEYS keys thread (x, y) makes the scores of LINES rows and
+// four keys; the threads that share a row weigh its scores; then a thread adds the weighted values of its rows, of every
+// ACROSS-th group of four elements. Queries and keys come to workgroup memory CHUNK groups at a time, values VALUE_KEYS keys at
+// a time. Weights take the place of queries and keys there.
 //
-// Options: those of `attention` (heads of at most 128 elements); THREADS (128), GROUP, STEPS (groups of a head, by CHUNK).
+// Options: those of `attention` (heads of at most 128 elements); ROWS, KEYS, LINES, VALUE_KEYS; THREADS (ROWS / LINES times
+// KEYS / 4), GROUP, STEPS (groups of a head that a thread holds).
 
 #include attention
 #if QUANTIZE
@@ -13,19 +15,24 @@
 #include quantize
 #endif
 
-const ROWS = 64u;
-const KEYS = 32u;
 const CHUNK = 8u;
-// Longer than need be so that banks differ: of queries and keys in groups, of scores in numbers.
+const ACROSS = KEYS / 4u;
+// Groups of a head, with those that fill up the last step.
+const WIDTH = ACROSS * STEPS;
+// Threads that share a row of scores, of which each weighs LINES groups of four.
+const SHARERS = ACROSS / LINES;
+// In groups, longer than need be so that banks differ: a row of queries or of keys, and of scores.
 const STRIDE = CHUNK + 1u;
-const SCORE_STRIDE = KEYS + 1u;
+const SCORE_STRIDE = ACROSS + 2u;
+const LOG2_E = 1.4426950408889634;
 
-var<workgroup> queries: array<vec4<f32>, ROWS * STRIDE>;
-// Keys or values.
-var<workgroup> tile: array<vec4<f32>, KEYS * STRIDE>;
-var<workgroup> scores: array<f32, ROWS * SCORE_STRIDE>;
-// Of each half of a row, and of each row.
-var<workgroup> halves: array<f32, THREADS>;
+// Rows of queries, then keys; then rows of scores and weights.
+var<workgroup> tile: array<vec4<f32>, max((ROWS + KEYS) * STRIDE, ROWS * SCORE_STRIDE)>;
+var<workgroup> value_tile: array<vec4<f32>, VALUE_KEYS * WIDTH>;
+// Of each key of a tile: where it is.
+var<workgroup> places: array<vec2<u32>, KEYS>;
+// Of each thread's part of a row, and of each row.
+var<workgroup> shares: array<f32, THREADS>;
 var<workgroup> factors: array<f32, ROWS>;
 
 fn copy_queries(item: Item, heads: Heads, thread: u32, first: u32) {
@@ -37,34 +44,30 @@ fn copy_queries(item: Item, heads: Heads, thread: u32, first: u32) {
         let start = (item.row + token) * qkv_width() + head * params.head_dim;
         var elements = vec4<f32>(0.0);
         for (var j = 0u; j < 4u; j++) {
-            if (4u * group + j < params.head_dim) { elements[j] = qkv[start + 4u * group + j] * params.scale; }
+            if (4u * group + j < params.head_dim) { elements[j] = qkv[start + 4u * group + j]; }
         }
-        queries[row * STRIDE + i % CHUNK] = elements;
+        tile[row * STRIDE + i % CHUNK] = elements * (params.scale * LOG2_E);
     }
 }
 
-// Past the end comes the last key once more, whose weight is 0 there.
-fn copy_keys(item: Item, head: u32, thread: u32, first_key: u32, first: u32) {
+// The keys that a thread makes scores of lie ACROSS rows apart.
+fn copy_keys(thread: u32, first: u32) {
     for (var i = thread; i < KEYS * CHUNK; i += THREADS) {
+        let key = i / CHUNK;
         let group = first + i % CHUNK;
         var elements = vec4<f32>(0.0);
-        if (group < GROUPS) {
-            let at = key_at(item, head, min(first_key + i / CHUNK, item.end_key - 1u));
-            elements = widen(load_key(at.x + group, at.y));
-        }
-        tile[i / CHUNK * STRIDE + i % CHUNK] = elements;
+        if (group < GROUPS) { elements = widen(load_key(places[key].x + group, places[key].y)); }
+        tile[(ROWS + key % 4u * ACROSS + key / 4u) * STRIDE + i % CHUNK] = elements;
     }
 }
 
-fn copy_values(item: Item, head: u32, thread: u32, first_key: u32) {
-    for (var i = thread; i < CHUNK * CHUNK * STEPS; i += THREADS) {
-        let group = i % (CHUNK * STEPS);
+fn copy_values(thread: u32, first: u32) {
+    for (var i = thread; i < VALUE_KEYS * WIDTH; i += THREADS) {
+        let place = places[first + i / WIDTH];
+        let group = i % WIDTH;
         var elements = vec4<f32>(0.0);
-        if (group < GROUPS) {
-            let at = key_at(item, head, min(first_key + i / (CHUNK * STEPS), item.end_key - 1u));
-            elements = widen(load_value(at.x + group, at.y));
-        }
-        tile[i] = elements;
+        if (group < GROUPS) { elements = widen(load_value(place.x + group, place.y)); }
+        value_tile[i] = elements;
     }
 }
 
@@ -74,108 +77,126 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     let heads = heads_of(group.y, GROUP);
     if (heads.first >= heads.end) { return; }
     let head = heads.key_value_head;
-    let x = thread % CHUNK;
-    let y = thread / CHUNK * 4u;
-    // The half of a row that this thread weighs.
-    let row = thread / 2u;
-    let half_at = row * SCORE_STRIDE + thread % 2u * (KEYS / 2u);
+    let x = thread % ACROSS;
+    let y = thread / ACROSS * LINES;
+    // The row that this thread weighs with its neighbours, and the last key that it sees.
+    let row = thread / SHARERS;
+    let sharer = thread % SHARERS;
+    let shared_at = row * SCORE_STRIDE + sharer;
     let last_key = item.position + min(row / GROUP, item.num_tokens - 1u);
     var largest = LOWEST;
     var total = 0.0;
+#repeat r LINES
 #repeat n STEPS
-    var held_0_$n = vec4<f32>(0.0);
-    var held_1_$n = vec4<f32>(0.0);
-    var held_2_$n = vec4<f32>(0.0);
-    var held_3_$n = vec4<f32>(0.0);
+    var held_$r_$n = vec4<f32>(0.0);
 #end
+#end
+    // Past the end comes the last key once more, whose weight is 0 there.
+    if (thread < KEYS) { places[thread] = key_at(item, head, min(item.first_key + thread, item.end_key - 1u)); }
+    workgroupBarrier();
     for (var first = item.first_key; first < item.end_key; first += KEYS) {
-        var made_0 = vec4<f32>(0.0);
-        var made_1 = vec4<f32>(0.0);
-        var made_2 = vec4<f32>(0.0);
-        var made_3 = vec4<f32>(0.0);
-        for (var step = 0u; step < STEPS; step++) {
-            copy_queries(item, heads, thread, step * CHUNK);
-            copy_keys(item, head, thread, first, step * CHUNK);
+#repeat r LINES
+        var made_$r = vec4<f32>(0.0);
+#end
+        for (var chunk = 0u; chunk < GROUPS; chunk += CHUNK) {
+            copy_queries(item, heads, thread, chunk);
+            copy_keys(thread, chunk);
             workgroupBarrier();
             for (var i = 0u; i < CHUNK; i++) {
-                let key_0 = tile[x * STRIDE + i];
-                let key_1 = tile[(x + 8u) * STRIDE + i];
-                let key_2 = tile[(x + 16u) * STRIDE + i];
-                let key_3 = tile[(x + 24u) * STRIDE + i];
-                let query_0 = queries[y * STRIDE + i];
-                let query_1 = queries[(y + 1u) * STRIDE + i];
-                let query_2 = queries[(y + 2u) * STRIDE + i];
-                let query_3 = queries[(y + 3u) * STRIDE + i];
-                made_0 += vec4<f32>(dot(query_0, key_0), dot(query_0, key_1), dot(query_0, key_2), dot(query_0, key_3));
-                made_1 += vec4<f32>(dot(query_1, key_0), dot(query_1, key_1), dot(query_1, key_2), dot(query_1, key_3));
-                made_2 += vec4<f32>(dot(query_2, key_0), dot(query_2, key_1), dot(query_2, key_2), dot(query_2, key_3));
-                made_3 += vec4<f32>(dot(query_3, key_0), dot(query_3, key_1), dot(query_3, key_2), dot(query_3, key_3));
+                let at = (ROWS + x) * STRIDE + i;
+                let key_0 = tile[at];
+                let key_1 = tile[at + ACROSS * STRIDE];
+                let key_2 = tile[at + 2u * ACROSS * STRIDE];
+                let key_3 = tile[at + 3u * ACROSS * STRIDE];
+                let keys_x = vec4<f32>(key_0.x, key_1.x, key_2.x, key_3.x);
+                let keys_y = vec4<f32>(key_0.y, key_1.y, key_2.y, key_3.y);
+                let keys_z = vec4<f32>(key_0.z, key_1.z, key_2.z, key_3.z);
+                let keys_w = vec4<f32>(key_0.w, key_1.w, key_2.w, key_3.w);
+#repeat r LINES
+                let query_$r = tile[(y + $ru) * STRIDE + i];
+                // Sums of one product each: they are fused.
+                made_$r += query_$r.x * keys_x;
+                made_$r += query_$r.y * keys_y;
+                made_$r += query_$r.z * keys_z;
+                made_$r += query_$r.w * keys_w;
+#end
             }
             workgroupBarrier();
         }
-        for (var j = 0u; j < 4u; j++) {
-            let at = y * SCORE_STRIDE + x + 8u * j;
-            scores[at] = made_0[j];
-            scores[at + SCORE_STRIDE] = made_1[j];
-            scores[at + 2u * SCORE_STRIDE] = made_2[j];
-            scores[at + 3u * SCORE_STRIDE] = made_3[j];
-        }
+#repeat r LINES
+        tile[(y + $ru) * SCORE_STRIDE + x] = made_$r;
+#end
         workgroupBarrier();
-        let first_half = first + thread % 2u * (KEYS / 2u);
         var highest = LOWEST;
-        for (var i = 0u; i < KEYS / 2u; i++) {
-            if (first_half + i <= last_key) { highest = max(highest, scores[half_at + i]); }
-        }
-        halves[thread] = highest;
+#repeat r LINES
+        let key_$r = vec4<u32>(first + 4u * ($ru * SHARERS + sharer)) + vec4<u32>(0u, 1u, 2u, 3u);
+        let seen_$r = key_$r <= vec4<u32>(last_key);
+        let scores_$r = select(vec4<f32>(LOWEST), tile[shared_at + $ru * SHARERS], seen_$r);
+        highest = max(highest, max(max(scores_$r.x, scores_$r.y), max(scores_$r.z, scores_$r.w)));
+#end
+        shares[thread] = highest;
         workgroupBarrier();
-        highest = max(largest, max(halves[row * 2u], halves[row * 2u + 1u]));
-        let correction = exp(largest - highest);
+        highest = largest;
+        for (var i = 0u; i < SHARERS; i++) { highest = max(highest, shares[row * SHARERS + i]); }
+        let correction = exp2(largest - highest);
         largest = highest;
         total *= correction;
-        factors[row] = correction;
-        for (var i = 0u; i < KEYS / 2u; i++) {
-            // A score that is not seen weighs nothing, even where no score is.
-            let weight = select(0.0, exp(scores[half_at + i] - highest), first_half + i <= last_key);
-            scores[half_at + i] = weight;
-            total += weight;
-        }
+        if (sharer == 0u) { factors[row] = correction; }
+#repeat r LINES
+        // A score that is not seen weighs nothing, even where no score is.
+        let weights_$r = select(vec4<f32>(0.0), exp2(scores_$r - highest), seen_$r);
+        total += weights_$r.x + weights_$r.y + weights_$r.z + weights_$r.w;
+        tile[shared_at + $ru * SHARERS] = weights_$r;
+#end
+        copy_values(thread, 0u);
         workgroupBarrier();
-        let factor = vec4<f32>(factors[y], factors[y + 1u], factors[y + 2u], factors[y + 3u]);
+#repeat r LINES
+        let factor_$r = factors[y + $ru];
 #repeat n STEPS
-        held_0_$n *= factor.x;
-        held_1_$n *= factor.y;
-        held_2_$n *= factor.z;
-        held_3_$n *= factor.w;
+        held_$r_$n *= factor_$r;
 #end
-        for (var chunk = 0u; chunk < KEYS; chunk += CHUNK) {
-            copy_values(item, head, thread, first + chunk);
-            workgroupBarrier();
-            for (var i = 0u; i < CHUNK; i++) {
-                let at = y * SCORE_STRIDE + chunk + i;
-                let weight_0 = scores[at];
-                let weight_1 = scores[at + SCORE_STRIDE];
-                let weight_2 = scores[at + 2u * SCORE_STRIDE];
-                let weight_3 = scores[at + 3u * SCORE_STRIDE];
+#end
+        for (var chunk = 0u; chunk < KEYS; chunk += VALUE_KEYS) {
+            if (chunk > 0u) {
+                copy_values(thread, chunk);
+                workgroupBarrier();
+            }
+            for (var i = 0u; i < VALUE_KEYS; i += 4u) {
+                let at = i * WIDTH + x;
 #repeat n STEPS
-                let value_$n = tile[i * CHUNK * STEPS + x + CHUNK * $nu];
-                held_0_$n += weight_0 * value_$n;
-                held_1_$n += weight_1 * value_$n;
-                held_2_$n += weight_2 * value_$n;
-                held_3_$n += weight_3 * value_$n;
+                let value_0_$n = value_tile[at + $nu * ACROSS];
+                let value_1_$n = value_tile[at + WIDTH + $nu * ACROSS];
+                let value_2_$n = value_tile[at + 2u * WIDTH + $nu * ACROSS];
+                let value_3_$n = value_tile[at + 3u * WIDTH + $nu * ACROSS];
 #end
+#repeat r LINES
+                let weight_$r = tile[(y + $ru) * SCORE_STRIDE + (chunk + i) / 4u];
+#repeat n STEPS
+                held_$r_$n += weight_$r.x * value_0_$n;
+                held_$r_$n += weight_$r.y * value_1_$n;
+                held_$r_$n += weight_$r.z * value_2_$n;
+                held_$r_$n += weight_$r.w * value_3_$n;
+#end
+#end
+            }
+            // The next tile's, once all values of this one have come.
+            if (chunk + VALUE_KEYS == KEYS && thread < KEYS) {
+                places[thread] = key_at(item, head, min(first + KEYS + thread, item.end_key - 1u));
             }
             workgroupBarrier();
         }
     }
-    halves[thread] = total;
+    shares[thread] = total;
     workgroupBarrier();
-    factors[row] = 1.0 / (halves[row * 2u] + halves[row * 2u + 1u]);
+    if (sharer == 0u) {
+        for (var i = 1u; i < SHARERS; i++) { total += shares[thread + i]; }
+        factors[row] = 1.0 / total;
+    }
     workgroupBarrier();
+#repeat r LINES
 #repeat n STEPS
-    store(item, heads, thread, y, x + CHUNK * $nu, held_0_$n);
-    store(item, heads, thread, y + 1u, x + CHUNK * $nu, held_1_$n);
-    store(item, heads, thread, y + 2u, x + CHUNK * $nu, held_2_$n);
-    store(item, heads, thread, y + 3u, x + CHUNK * $nu, held_3_$n);
+    store(item, heads, thread, y + $ru, x + $nu * ACROSS, held_$r_$n);
+#end
 #end
 }
 

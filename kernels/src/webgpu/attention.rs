@@ -53,10 +53,11 @@ const PREFILL_TOKENS: usize = 4;
 const LEAST_TILE_TOKENS: usize = 8;
 /// The largest head of them: its sums stay in registers.
 const MAX_TILE_HEAD: usize = 128;
-/// Rows of a workgroup of `attention_tiles.wgsl`, its threads, and groups of a head that it takes at a time.
+/// Rows of a workgroup of `attention_tiles.wgsl`, keys of a tile, rows of a thread, and values that it takes at a time.
 const TILE_ROWS: usize = 64;
-const TILE_THREADS: u32 = 128;
-const TILE_CHUNK: usize = 8;
+const TILE_KEYS: usize = 64;
+const TILE_LINES: usize = 8;
+const TILE_VALUES: u32 = 16;
 /// No partial sums.
 const NONE: u32 = u32::MAX;
 
@@ -235,12 +236,17 @@ impl Variant {
                 ("ROW_TILES", MatrixShape::TEAM_ROWS / edge),
                 ("KEY_TILES", keys / edge),
                 ("HEAD_TILES", head_dim as u32 / edge),
-                ("LANE_KEYS", keys * MatrixShape::TEAM_ROWS / 32),
+                ("LANE_GROUPS", keys * MatrixShape::TEAM_ROWS / (4 * 32)),
             ]),
             Work::Tiles => options.extend([
                 ("F16", is_native),
-                ("THREADS", TILE_THREADS),
-                ("STEPS", head_dim.div_ceil(4 * TILE_CHUNK) as u32),
+                ("ROWS", TILE_ROWS as u32),
+                ("KEYS", TILE_KEYS as u32),
+                ("LINES", TILE_LINES as u32),
+                ("VALUE_KEYS", TILE_VALUES),
+                ("THREADS", (TILE_ROWS / TILE_LINES * TILE_KEYS / 4) as u32),
+                // A thread holds a group of four elements of every four keys' worth of threads.
+                ("STEPS", head_dim.div_ceil(TILE_KEYS) as u32),
             ]),
             Work::Decode | Work::Prefill => options.extend([
                 ("F16", is_native),
