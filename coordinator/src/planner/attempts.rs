@@ -96,7 +96,7 @@ impl Reconciler {
         self.attempt(name.clone(), async move {
             match tokio::task::spawn_blocking(work).await {
                 Ok(outcome) => Event::Planned { model: name, spec, outcome: outcome.map(|place| place.map(Box::new)) },
-                Err(error) => Event::Described { model: name, outcome: Err(format!("planning failed: {error}")) },
+                Err(error) => Event::Failed { model: name, problem: format!("planning failed: {error}") },
             }
         });
     }
@@ -135,18 +135,25 @@ impl Reconciler {
         due.iter().for_each(|name| self.describe(name));
     }
 
-    /// Asks a worker what a model's checkpoint says.
+    /// Asks a worker what a model's checkpoint says: another one each time, as one of them may not be able to read it.
     fn describe(&mut self, name: &str) {
-        let Some(((_, worker), model)) = self.usable().next().zip(self.models.get(name)) else { return };
-        let (client, source, name) = (worker.client.clone(), model.spec.source.clone(), name.to_owned());
+        let Some(num_asked) = self.models.get(name).map(|model| model.num_asked) else { return };
+        let Some((_, worker)) = self.usable().nth(num_asked % self.usable().count().max(1)) else { return };
+        let client = worker.client.clone();
+        let Some(model) = self.models.get_mut(name) else { return };
+        model.num_asked += 1;
+        let (name, source) = (name.to_owned(), model.spec.source.clone());
         self.attempt(name.clone(), async move {
-            Event::Described { model: name, outcome: worker_calls::describe(client, source).await }
+            match worker_calls::describe(client, source.clone()).await {
+                Ok(description) => Event::Described { model: name, source, description },
+                Err(problem) => Event::Failed { model: name, problem },
+            }
         });
     }
 
     /// Starts a task for a model that is busy until its event comes.
     pub(super) fn attempt(&mut self, name: String, task: impl Future<Output = Event> + Send + 'static) {
         self.note(&name, |model| model.is_busy = true);
-        self.spawn(task, |problem| Event::Described { model: name, outcome: Err(problem) });
+        self.spawn(task, |problem| Event::Failed { model: name, problem });
     }
 }

@@ -34,6 +34,8 @@ pub struct ModelState {
     pub spec: ModelSpec,
     /// Known once a worker described it.
     pub description: Option<Arc<ModelDescription>>,
+    /// How often a worker was asked for that.
+    pub num_asked: usize,
     /// A describe or plan task is under way.
     pub is_busy: bool,
     /// The newest plan, explained.
@@ -96,6 +98,7 @@ impl ModelState {
         Self {
             spec,
             description: None,
+            num_asked: 0,
             is_busy: false,
             plan: None,
             plan_epoch: 0,

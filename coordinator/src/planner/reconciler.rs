@@ -47,7 +47,8 @@ const ENGINE_GRACE: Duration = Duration::from_secs(2);
 
 /// What a task of the reconciler came to.
 pub(super) enum Event {
-    Described { model: String, outcome: Result<Arc<ModelDescription>, String> },
+    Described { model: String, source: String, description: Arc<ModelDescription> },
+    Failed { model: String, problem: String },
     Planned { model: String, spec: ModelSpec, outcome: Result<Place<Box<Planned>>, PlanError> },
     Compared { model: String, asked: Instant, growth: Growth },
     Loaded { replica: Arc<Replica>, outcome: Result<(), LoadFailure> },
@@ -413,12 +414,15 @@ impl Reconciler {
 
     fn take(&mut self, event: Event, now: Instant) {
         match event {
-            Event::Described { model, outcome } => self.note(&model, |model| {
-                model.is_busy = false;
-                match outcome {
-                    Ok(description) => model.description = Some(description),
-                    Err(problem) => model.note_failure(problem, now),
+            // Another file may stand under its name by now.
+            Event::Described { model, source, description } => self.note(&model, |model| {
+                if model.spec.source == source {
+                    (model.is_busy, model.description) = (false, Some(description));
                 }
+            }),
+            Event::Failed { model, problem } => self.note(&model, |model| {
+                model.is_busy = false;
+                model.note_failure(problem, now);
             }),
             Event::Compared { model, asked, growth } => {
                 let is_current = self.workers_changed_at <= asked;
@@ -500,9 +504,9 @@ mod tests {
 
     #[tokio::test]
     async fn a_panic_becomes_a_failure() {
-        let failed = |problem| Event::Described { model: "m".into(), outcome: Err(problem) };
+        let failed = |problem| Event::Failed { model: "m".into(), problem };
         let event = event_of(async { panic!("a bug") }, failed).await;
-        assert!(matches!(event, Event::Described { outcome: Err(problem), .. } if problem.contains("panicked")));
+        assert!(matches!(event, Event::Failed { problem, .. } if problem.contains("panicked")));
         assert!(matches!(event_of(async { Event::Drained }, failed).await, Event::Drained));
     }
 }

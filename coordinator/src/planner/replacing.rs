@@ -173,7 +173,7 @@ impl Reconciler {
         self.attempt(name.clone(), async move {
             match tokio::task::spawn_blocking(work).await {
                 Ok(growth) => Event::Compared { model: name, asked: now, growth },
-                Err(error) => Event::Described { model: name, outcome: Err(format!("planning failed: {error}")) },
+                Err(error) => Event::Failed { model: name, problem: format!("planning failed: {error}") },
             }
         });
     }
