@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use axum::http::uri::Authority;
 use lockstep_proto::{status::Class, v1};
 use lockstep_sharding::Dtype;
 use tokio::sync::mpsc;
@@ -89,7 +90,7 @@ pub fn check_hello(hello: &v1::WorkerHello) -> Result<(), Status> {
         addresses.push(("http_address", &hello.http_address));
     }
     for (field, address) in addresses {
-        let port = address.rsplit_once(':').and_then(|(_, port)| port.parse::<u16>().ok());
+        let port = address.parse::<Authority>().ok().and_then(|address| address.port_u16());
         if port.is_none_or(|port| port == 0) {
             return refuse(format!("{field} is {address:?}, expected host:port"));
         }
@@ -122,6 +123,29 @@ async fn hold(lease: &Lease, reports: &mut Streaming<v1::WorkerReport>, duration
                 return (Class::Cancelled.status("the worker ended its registration"), "stream ended".into());
             }
             Ok(Err(status)) => return (Class::Cancelled.status("the stream broke"), status.message().to_owned()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_that_nobody_can_connect_to_are_refused() {
+        let hello = |address: &str| v1::WorkerHello {
+            worker_id: "w".into(),
+            address: address.into(),
+            rank_address: "host:7071".into(),
+            devices: vec![v1::WorkerDevice::default()],
+            ..Default::default()
+        };
+        for good in ["host-1.svc:7071", "10.0.0.1:1", "[fe80::1]:7071"] {
+            assert!(check_hello(&hello(good)).is_ok(), "{good}");
+        }
+        for bad in ["", "host", "host:0", "host:65536", "a host:7071", "fe80::1:7071", "http://host:7071"] {
+            let refused = check_hello(&hello(bad)).unwrap_err();
+            assert!(refused.message().contains(&format!("address is {bad:?}, expected host:port")), "{refused:?}");
         }
     }
 }

@@ -12,7 +12,7 @@ pub(crate) mod wire;
 
 use std::{
     convert::Infallible,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     sync::{
         Arc, OnceLock,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -327,26 +327,34 @@ fn hello(
             limits: info.abilities.limits.iter().map(limit).collect(),
         }
     };
+    let reached_at = |port: u16| reached_at(&config.advertise_host, port);
     // Others cannot reach what listens for this machine only, unless they are on it.
     let is_reached = !is_local(http_address.ip()) || is_local(address.ip());
     v1::WorkerHello {
         worker_id: config.worker_id.clone(),
-        address: format!("{}:{}", config.advertise_host, address.port()),
-        rank_address: format!("{}:{}", config.advertise_host, rank_address.port()),
+        address: reached_at(address.port()),
+        rank_address: reached_at(rank_address.port()),
         host: config.advertise_host.clone(),
         devices: infos.iter().map(device).collect(),
-        http_address: if is_reached {
-            format!("{}:{}", config.advertise_host, http_address.port())
-        } else {
-            String::new()
-        },
+        http_address: if is_reached { reached_at(http_address.port()) } else { String::new() },
         version: env!("CARGO_PKG_VERSION").to_owned(),
     }
+}
+
+/// A host and port as one address.
+fn reached_at(host: &str, port: u16) -> String {
+    host.parse().map_or_else(|_| format!("{host}:{port}"), |ip: IpAddr| SocketAddr::new(ip, port).to_string())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ports_of_ipv6_addresses_are_told_from_them() {
+        let addresses = ["host", "10.0.0.1", "fe80::1"].map(|host| reached_at(host, 7));
+        assert_eq!(addresses, ["host:7", "10.0.0.1:7", "[fe80::1]:7"]);
+    }
 
     #[test]
     fn memory_that_a_device_does_not_have_is_named_with_both_numbers() {
