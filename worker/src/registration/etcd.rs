@@ -53,6 +53,8 @@ pub(super) async fn hold(
             Err(End::Refused(error)) => return Some(error),
             Err(End::Lost(error)) => error,
         };
+        // A predecessor's lease lives longer where etcd was away.
+        registration.refused_since = None;
         if std::mem::take(&mut registration.is_held) {
             (failures, was_held) = (0, true);
         }
