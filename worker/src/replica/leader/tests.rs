@@ -75,10 +75,10 @@ fn a_hung_device_is_noticed_while_nothing_runs() {
         assert!(results.send(Event::Result { rank: 0, result }).is_ok());
     };
     // The first comes at once, the next after a second of idleness; each has an id of its own.
-    let first = orders.recv_timeout(Duration::from_secs(1)).unwrap();
+    let first = orders.recv_timeout(Duration::from_secs(20)).unwrap();
     answer(&first);
     let begin = Instant::now();
-    let second = orders.recv_timeout(Duration::from_secs(3)).unwrap();
+    let second = orders.recv_timeout(Duration::from_secs(20)).unwrap();
     assert!(second.step_id > first.step_id && begin.elapsed() > Duration::from_millis(900));
     assert_eq!(leader.stall(), None);
     assert!(leader.last_step_age().unwrap() > Duration::from_millis(900));
