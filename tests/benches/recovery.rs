@@ -118,14 +118,7 @@ impl Stage {
     async fn start(num_workers: usize, num_replicas: usize) -> Self {
         let network = Network::start(2, num_workers).await.unwrap();
         let policy = &format!("tensor=2,replicas={num_replicas}");
-        let members = Members {
-            num_coordinators: 2,
-            num_workers,
-            min_workers: 2,
-            policy,
-            worker_arguments: &[],
-            coordinator_arguments: &[],
-        };
+        let members = Members { min_workers: 2, ..Members::new(2, num_workers, policy) };
         let cluster = SharedCluster::start_on(network, members).await.unwrap();
         let clients = vec![cluster.client(0).await.unwrap(), cluster.client(1).await.unwrap()];
         let mut stage = Self { cluster, clients, num_replicas, undisturbed: Vec::new(), num_requests: 0 };

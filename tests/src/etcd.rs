@@ -3,7 +3,6 @@
 
 use std::{
     fs::File,
-    net::TcpListener,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     time::{Duration, Instant},
@@ -12,6 +11,8 @@ use std::{
 use anyhow::{Context, bail, ensure};
 use lockstep_transport::TlsFiles;
 use tempfile::TempDir;
+
+use crate::ports::free_ports;
 
 /// Longest wait for a member to answer.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -212,13 +213,4 @@ fn spawn(arguments: &[String], log: &PathBuf) -> anyhow::Result<Child> {
         .stderr(log)
         .spawn()
         .context("etcd cannot be started (Debian: apt-get install etcd-server)")
-}
-
-/// Ports that nobody listened at a moment ago.
-///
-/// # Errors
-/// If there are none.
-pub fn free_ports(count: usize) -> anyhow::Result<Vec<u16>> {
-    let listeners: Vec<TcpListener> = (0..count).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<Result<_, _>>()?;
-    listeners.iter().map(|listener| Ok(listener.local_addr()?.port())).collect()
 }

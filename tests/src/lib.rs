@@ -1,7 +1,7 @@
 //! Harness of the end-to-end tests: real processes of the one binary, a real model, clients over gRPC.
 //!
 //! - [`environment`]: where the binary, the model and Python are. [`cluster`]: `lockstep up`. [`etcd`]: etcd.
-//!   [`shared`]: several coordinators over it. [`network`]: a network that can be cut. [`process`]: programs that end by themselves. [`client`]: requests.
+//!   [`shared`]: several coordinators over it. [`network`]: a network that can be cut. [`ports`]: where they listen. [`process`]: programs that end by themselves. [`client`]: requests.
 //!   [`http`]: plain HTTP. [`collector`]: of traces. [`certificates`]: for TLS. [`tenants`]: files of them. [`agreement`]: two implementations fed the
 //!   same tokens.
 //!
@@ -20,6 +20,7 @@ pub mod environment;
 pub mod etcd;
 pub mod http;
 pub mod network;
+pub mod ports;
 pub mod process;
 pub mod shared;
 pub mod tenants;

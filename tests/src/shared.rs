@@ -14,8 +14,8 @@ use tempfile::TempDir;
 
 use crate::{
     Client, Etcd, cluster, environment,
-    etcd::free_ports,
     network::{Network, Node},
+    ports::free_ports,
     process::PATIENCE,
 };
 
@@ -68,17 +68,22 @@ pub struct Members<'a> {
     pub coordinator_arguments: &'a [&'a str],
 }
 
+impl<'a> Members<'a> {
+    /// So many, all of whom are waited for.
+    pub fn new(num_coordinators: usize, num_workers: usize, policy: &'a str) -> Self {
+        let (worker_arguments, coordinator_arguments) = (&[][..], &[][..]);
+        let min_workers = num_workers;
+        Self { num_coordinators, num_workers, min_workers, policy, worker_arguments, coordinator_arguments }
+    }
+}
+
 impl SharedCluster {
     /// Starts coordinators that want the model cut by `policy`, and workers of one thread.
     ///
     /// # Errors
     /// With the log, if a process does not start.
     pub fn start(num_coordinators: usize, num_workers: usize, policy: &str) -> anyhow::Result<Self> {
-        let min_workers = num_workers;
-        let (worker_arguments, coordinator_arguments) = (&[][..], &[][..]);
-        let sizes =
-            Members { num_coordinators, num_workers, min_workers, policy, worker_arguments, coordinator_arguments };
-        Self::start_members(sizes)
+        Self::start_members(Members::new(num_coordinators, num_workers, policy))
     }
 
     /// The same with what `members` says.

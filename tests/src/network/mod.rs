@@ -14,7 +14,7 @@ use std::{net::SocketAddr, path::Path, process::Command};
 use anyhow::Context;
 
 use self::{namespaces::Namespaces, proxy::Proxy};
-use crate::{Etcd, etcd::free_ports};
+use crate::{Etcd, ports::free_ports};
 
 /// Names the process that `run_apart` started.
 const APART: &str = "LOCKSTEP_TEST_APART";

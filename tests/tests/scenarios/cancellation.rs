@@ -5,11 +5,12 @@ use std::time::{Duration, Instant};
 use lockstep_tests::{
     Client, Cluster, Layout,
     client::{greedy, tokens},
+    process::PATIENCE,
 };
 
 /// Polls the engine's report until it is as wanted.
 async fn wait_for(client: &Client, what: &str, is_so: impl Fn(&lockstep_proto::v1::EngineStatus) -> bool) {
-    let end = Instant::now() + Duration::from_secs(10);
+    let end = Instant::now() + PATIENCE;
     loop {
         let engine = client.engine().await;
         if engine.as_ref().is_ok_and(&is_so) {

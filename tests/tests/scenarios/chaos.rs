@@ -137,13 +137,9 @@ async fn every_stream_survives_random_faults() {
     let network = Network::start(NUM_COORDINATORS, NUM_WORKERS).await.unwrap();
     let means = network.means();
     let members = Members {
-        num_coordinators: NUM_COORDINATORS,
-        num_workers: NUM_WORKERS,
         // Those of one replica: one goes on alone.
         min_workers: 2,
-        policy: "tensor=2,replicas=2",
-        worker_arguments: &[],
-        coordinator_arguments: &[],
+        ..Members::new(NUM_COORDINATORS, NUM_WORKERS, "tensor=2,replicas=2")
     };
     let mut cluster = SharedCluster::start_on(network, members).await.unwrap();
     let mut clients = Vec::new();

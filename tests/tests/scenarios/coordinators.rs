@@ -7,7 +7,7 @@ use std::{
 
 use lockstep_proto::v1::{self, GenerateRequest, GetClusterRequest, generate_response::Event};
 use lockstep_tests::{
-    Client, Output, SharedCluster, environment, etcd::free_ports, http, network::Node, process, shared::Members,
+    Client, Output, SharedCluster, environment, http, network::Node, ports::free_ports, process, shared::Members,
 };
 use tokio::{io::AsyncReadExt, sync::watch, task::JoinHandle};
 use tonic::Status;
@@ -18,8 +18,6 @@ use crate::worker_loss::{STOP, ready_replicas, requests, signal};
 const PROMPT: &str = "Once upon a time";
 /// Tokens of a stream that have come when the fault strikes.
 const NUM_TOKENS_BEFORE: usize = 30;
-/// What at least is left of a worker's lease when it is killed.
-const LEASE_REST: Duration = Duration::from_millis(4500);
 /// Longer than the leases of workers and coordinators.
 const ETCD_PAUSE: Duration = Duration::from_secs(8);
 
@@ -53,12 +51,17 @@ async fn read(client: Client, request: GenerateRequest, count: watch::Sender<usi
     }
 }
 
-/// Starts a request, and returns once it has brought some tokens.
-async fn start(client: &Client, request: &GenerateRequest) -> JoinHandle<Answer> {
-    let (sender, mut count) = watch::channel(0);
-    let answer = tokio::spawn(read(client.clone(), request.clone(), sender));
-    count.wait_for(|count| *count >= NUM_TOKENS_BEFORE).await.unwrap();
-    answer
+/// Starts requests, and returns once each has brought some tokens.
+async fn start(client: &Client, requests: &[GenerateRequest]) -> Vec<JoinHandle<Answer>> {
+    let start = |request: &GenerateRequest| {
+        let (sender, count) = watch::channel(0);
+        (tokio::spawn(read(client.clone(), request.clone(), sender)), count)
+    };
+    let (answers, counts): (Vec<_>, Vec<_>) = requests.iter().map(start).unzip();
+    for mut count in counts {
+        count.wait_for(|count| *count >= NUM_TOKENS_BEFORE).await.unwrap();
+    }
+    answers
 }
 
 /// Greedy, drawn with a seed, and drawn with none but the request's id.
@@ -100,13 +103,10 @@ async fn a_killed_leader_costs_nobody_a_token() {
     let both = format!("{},{}", cluster.grpc(leader).unwrap(), cluster.grpc(1 - leader).unwrap());
     let expected = process::finish(generate(cluster.grpc(1 - leader).unwrap()), &[]).await.unwrap();
 
-    let (mut kept, mut broken) = (Vec::new(), Vec::new());
     let mut command_line = generate(&both);
     let command_line = command_line.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    for request in three_requests() {
-        broken.push(start(&dies, &request).await);
-    }
-    kept.push(start(&stays, &three_requests()[0]).await);
+    let kept = start(&stays, &three_requests()[..1]).await;
+    let broken = start(&dies, &three_requests()).await;
     cluster.kill(Node::Coordinator(leader)).unwrap();
     let killed = Instant::now();
 
@@ -192,7 +192,7 @@ async fn what_serves_outlives_the_leases() {
     let status = || async { client.admin.clone().get_cluster(GetClusterRequest {}).await.unwrap().into_inner() };
     let epoch = status().await.models[0].plan_epoch;
 
-    let stream = start(&client, request).await;
+    let stream = start(&client, &three_requests()[..1]).await.remove(0);
     let pid = cluster.etcd.pid(0).unwrap().to_string();
     signal(STOP, &pid);
     let stopped = Instant::now();
@@ -234,7 +234,8 @@ async fn a_killed_worker_comes_back_before_its_lease_ends() {
     ready_replicas(&client, 0).await;
     ready_replicas(&client, 1).await;
     println!("a killed worker serves again after {:.2} s", killed.elapsed().as_secs_f64());
-    assert!(killed.elapsed() < LEASE_REST, "{:?}\n{}", killed.elapsed(), cluster.log());
+    // Its key was still there.
+    assert!(cluster.log().contains("taking over from a predecessor that has ended"), "{}", cluster.log());
     check_same(&undisturbed, &client.generate(three_requests()[0].clone()).await.unwrap(), "the worker that came back");
 }
 
@@ -243,9 +244,7 @@ async fn a_worker_that_no_coordinator_reaches_is_not_ready() {
     let http = format!("127.0.0.1:{}", free_ports(1).unwrap()[0]);
     // It listens elsewhere than it says.
     let worker_arguments = &["--listen=127.0.0.1:0", "--advertise-host=127.0.0.2", &format!("--http-listen={http}")];
-    let (num_coordinators, num_workers, min_workers, policy) = (1, 1, 1, "tensor=1");
-    let members =
-        Members { num_coordinators, num_workers, min_workers, policy, worker_arguments, coordinator_arguments: &[] };
+    let members = Members { worker_arguments, ..Members::new(1, 1, "tensor=1") };
     let cluster = SharedCluster::start_members(members).unwrap();
     let end = Instant::now() + process::PATIENCE;
     while !cluster.log().contains("cannot be reached") {

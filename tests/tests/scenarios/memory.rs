@@ -7,7 +7,7 @@ use lockstep_tests::{
     Client, Cluster, Layout,
     client::{greedy, tokens},
     environment,
-    process::synthesize,
+    process::{PATIENCE, synthesize},
 };
 use tokio::process::{Child, Command};
 
@@ -57,7 +57,7 @@ async fn idle_worker(cluster: &Cluster, client: &Client) -> Child {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     };
-    tokio::time::timeout(Duration::from_secs(20), registered).await.unwrap();
+    tokio::time::timeout(PATIENCE, registered).await.unwrap();
     worker
 }
 

@@ -1,7 +1,6 @@
 //! Metrics as Prometheus itself finds, scrapes and checks them.
 
 use std::{
-    net::TcpListener,
     process::{Child, Command, Stdio},
     time::{Duration, Instant},
 };
@@ -12,13 +11,11 @@ use lockstep_tests::{
     client::greedy,
     environment,
     http::{get, get_json},
-    process::finish,
+    ports::free_ports,
+    process::{PATIENCE, finish},
 };
 use serde_json::Value;
 use tempfile::TempDir;
-
-/// Longest wait for Prometheus to have scraped what is asked for.
-const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A Prometheus that scrapes a cluster; it is killed when dropped.
 struct Prometheus {
@@ -37,8 +34,7 @@ impl Prometheus {
         );
         let config_file = folder.path().join("prometheus.yml");
         std::fs::write(&config_file, config).unwrap();
-        // Free at this moment, which is all that can be said of a port that somebody else is to bind.
-        let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+        let address = format!("127.0.0.1:{}", free_ports(1).unwrap()[0]);
         let process = Command::new(environment::prometheus().unwrap())
             .arg(format!("--config.file={}", config_file.display()))
             .arg(format!("--storage.tsdb.path={}", folder.path().join("data").display()))

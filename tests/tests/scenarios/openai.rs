@@ -8,7 +8,7 @@ use std::{
 
 use lockstep_tests::{
     Cluster, Layout, environment,
-    process::{finish, lockstep},
+    process::{PATIENCE, finish, lockstep},
 };
 use serde_json::Value;
 
@@ -60,7 +60,7 @@ async fn the_official_client_is_served() {
     assert_eq!(passed, expected);
     // The last checks left streams behind.
     let client = cluster.client().await.unwrap();
-    let end = Instant::now() + Duration::from_secs(5);
+    let end = Instant::now() + PATIENCE;
     loop {
         let engine = client.engine().await.unwrap();
         if engine.num_running_sequences == 0 && engine.num_free_kv_blocks == engine.num_kv_blocks {

@@ -82,13 +82,10 @@ async fn an_upgrade_changes_the_policy_under_streams() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_replica_grows_back_when_its_worker_returns() {
     let members = Members {
-        num_coordinators: 1,
-        num_workers: 2,
-        min_workers: 2,
-        policy: "replicas=1",
         // So little that one alone holds few sequences: two are better, whatever they measure.
         worker_arguments: &["--memory=155MiB"],
         coordinator_arguments: &["--replan-delay-secs=0.5"],
+        ..Members::new(1, 2, "replicas=1")
     };
     let mut cluster = SharedCluster::start_members(members).unwrap();
     let client = cluster.client(0).await.unwrap();
@@ -112,14 +109,7 @@ async fn a_lasting_cut_between_the_ranks_is_planned_around() {
         return;
     }
     let network = Network::start(1, 3).await.unwrap();
-    let members = Members {
-        num_coordinators: 1,
-        num_workers: 3,
-        min_workers: 3,
-        policy: "tensor=2,replicas=1",
-        worker_arguments: &[],
-        coordinator_arguments: &[],
-    };
+    let members = Members::new(1, 3, "tensor=2,replicas=1");
     let cluster = SharedCluster::start_on(network, members).await.unwrap();
     let client = cluster.client(0).await.unwrap();
     let replica = ready_replicas(&client, 1).await.remove(0);

@@ -98,14 +98,7 @@ async fn a_rolling_restart_of_the_workers_refuses_nothing() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_rolling_restart_of_all_loses_nothing() {
     let worker_arguments = &[&*format!("--drain-timeout-secs={DRAIN_SECS}")];
-    let members = Members {
-        num_coordinators: 2,
-        num_workers: 2,
-        min_workers: 2,
-        policy: "tensor=1,replicas=2",
-        worker_arguments,
-        coordinator_arguments: &[],
-    };
+    let members = Members { worker_arguments, ..Members::new(2, 2, "tensor=1,replicas=2") };
     let mut cluster = SharedCluster::start_members(members).unwrap();
     let clients = [cluster.client(0).await.unwrap(), cluster.client(1).await.unwrap()];
     for client in &clients {
@@ -151,14 +144,7 @@ async fn all_that_are_told_to_end_at_once_do_so() {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_runs_at_the_drain_deadline_moves() {
     let worker_arguments = &[SHORT_DRAIN];
-    let members = Members {
-        num_coordinators: 1,
-        num_workers: 2,
-        min_workers: 2,
-        policy: "tensor=1,replicas=2",
-        worker_arguments,
-        coordinator_arguments: &[],
-    };
+    let members = Members { worker_arguments, ..Members::new(1, 2, "tensor=1,replicas=2") };
     let mut cluster = SharedCluster::start_members(members).unwrap();
     let client = cluster.client(0).await.unwrap();
     ready_replicas(&client, 2).await;

@@ -12,7 +12,7 @@ use lockstep_tests::{
     client::greedy,
     environment,
     http::{get, get_json},
-    process::lockstep,
+    process::{PATIENCE, lockstep},
     shared::Members,
 };
 
@@ -45,7 +45,7 @@ async fn a_secured_cluster_gives_the_same_tokens_and_takes_no_strangers() {
     let ended = lockstep(&["worker", "--device=cpu", "--worker-id=bare", &coordinator]).await.unwrap();
     let log = String::from_utf8_lossy(&ended.stderr);
     assert!(!ended.status.success() && log.contains("cluster_ca, cluster_cert and cluster_key are needed"), "{log}");
-    let end = Instant::now() + Duration::from_secs(10);
+    let end = Instant::now() + PATIENCE;
     while !cluster.log().contains("the other end's certificate comes from no authority that is trusted here") {
         assert!(Instant::now() < end, "{}", cluster.log());
         tokio::time::sleep(Duration::from_millis(50)).await;
@@ -95,18 +95,11 @@ async fn etcd_may_demand_certificates_and_a_password() {
         "--etcd-username=lockstep".to_owned(),
         flag("password-file", &password),
     ];
-    let members = Members {
-        num_coordinators: 1,
-        num_workers: 1,
-        min_workers: 1,
-        policy: "tensor=1",
-        worker_arguments: &[],
-        coordinator_arguments: &[],
-    };
+    let members = Members::new(1, 1, "tensor=1");
     let cluster = SharedCluster::start_over(etcd, access, members).unwrap();
     let client = cluster.client(0).await.unwrap();
     let request = greedy(Input::Prompt(PROMPTS[0].into()), 4);
-    let end = Instant::now() + Duration::from_secs(30);
+    let end = Instant::now() + PATIENCE;
     while client.generate(request.clone()).await.is_err() {
         assert!(Instant::now() < end, "{}", cluster.log());
         tokio::time::sleep(Duration::from_millis(100)).await;
@@ -121,17 +114,10 @@ async fn a_password_that_etcd_refuses_is_said_once_with_its_setting() {
     let password = folder.path().join("password");
     std::fs::write(&password, "another\n").unwrap();
     let access = vec!["--etcd-username=lockstep".to_owned(), format!("--etcd-password-file={}", password.display())];
-    let members = Members {
-        num_coordinators: 1,
-        num_workers: 1,
-        min_workers: 1,
-        policy: "tensor=1",
-        worker_arguments: &[],
-        coordinator_arguments: &[],
-    };
+    let members = Members::new(1, 1, "tensor=1");
     let cluster = SharedCluster::start_over(etcd, access, members).unwrap();
     let count = || cluster.log().matches("do not trust each other").count();
-    let end = Instant::now() + Duration::from_secs(20);
+    let end = Instant::now() + PATIENCE;
     while count() < 2 {
         assert!(Instant::now() < end, "{}", cluster.log());
         tokio::time::sleep(Duration::from_millis(100)).await;

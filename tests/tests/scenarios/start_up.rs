@@ -11,7 +11,7 @@ use lockstep_tests::{
     Cluster, Layout,
     client::{greedy, tokens},
     cluster, environment,
-    process::{lockstep, synthesize},
+    process::{PATIENCE, lockstep, synthesize},
 };
 
 #[tokio::test]
@@ -60,7 +60,7 @@ async fn model_that_shrinks_while_it_loads_is_named_with_the_tensor() {
     let mut progress = client.admin.clone().load_model(request).await.unwrap().into_inner();
     // A tenth of the file is more than the header, which is read twice.
     let shrink = tokio::task::spawn_blocking(move || {
-        let end = Instant::now() + Duration::from_secs(20);
+        let end = Instant::now() + PATIENCE;
         while bytes_read(worker) - before < num_bytes / 10 {
             assert!(Instant::now() < end, "the model is not being loaded");
         }
@@ -74,7 +74,7 @@ async fn model_that_shrinks_while_it_loads_is_named_with_the_tensor() {
             }
         }
     };
-    let status = tokio::time::timeout(Duration::from_secs(20), refused).await.unwrap();
+    let status = tokio::time::timeout(PATIENCE, refused).await.unwrap();
     shrink.await.unwrap();
     for text in ["larger.gguf", "blk.", "file shrank while it was read"] {
         assert!(status.message().contains(text), "expected {text:?} in {status:?}");
@@ -97,7 +97,7 @@ async fn second_worker_with_a_live_id_is_refused() {
         .stdout(Stdio::null())
         .spawn()
         .unwrap();
-    let end = Instant::now() + Duration::from_secs(20);
+    let end = Instant::now() + PATIENCE;
     let status = loop {
         if let Some(status) = second.try_wait().unwrap() {
             break status;
