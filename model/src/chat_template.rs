@@ -4,7 +4,8 @@
 //! The environment is that of Hugging Face's `apply_chat_template`: blocks trimmed, loop controls, Python's methods on
 //! strings and lists, `raise_exception`, `strftime_now`, its `tojson`; `tools` and `documents` are none.
 //! Invariant: templates come with checkpoints and are not trusted: [`FUEL`] bounds the steps of a rendering and
-//! [`MAX_PROMPT_BYTES`] its output; they reach nothing but the conversation and the date.
+//! [`MAX_PROMPT_BYTES`] its output; they reach nothing but the conversation and the date. What texts they build on the way
+//! is not bounded: one that doubles a text in a loop takes the process's memory.
 //! Not here: what becomes of special tokens in the prompt (`tokenizer`).
 
 use std::{

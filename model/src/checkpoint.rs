@@ -296,9 +296,7 @@ impl RowReader<'_> {
         }
         Ok(())
     }
-}
 
-impl RowReader<'_> {
     /// The same from where every request costs a round trip: whole rows, many at a time, of which the columns are kept.
     fn read_whole_rows(self, first: u64, bytes: &mut [u8]) -> Result<(), ModelError> {
         let width = self.width.max(1);
