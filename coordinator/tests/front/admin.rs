@@ -70,7 +70,7 @@ async fn orders_that_cannot_be_carried_out_are_refused() {
         assert!(status.message().contains(text), "got {:?}, expected {text:?}", status.message());
     }
     // What failed is forgotten.
-    let cluster = coordinator.admin().await.get_cluster(v1::GetClusterRequest {}).await.unwrap().into_inner();
+    let cluster = coordinator.status().await;
     assert_eq!(cluster.models.len(), 1);
     let drain = v1::DrainWorkerRequest { worker_id: "nobody".into() };
     assert_eq!(coordinator.admin().await.drain_worker(drain).await.unwrap_err().code(), Code::NotFound);
@@ -98,9 +98,7 @@ async fn an_order_waits_for_the_devices_that_it_needs() {
     let _first = StubWorker::start("w0", coordinator.grpc).await;
     let order = load(&coordinator, "m", "/m.gguf", "tensor=2");
     let second = async {
-        tokio::time::sleep(std::time::Duration::from_millis(500)).await;
-        let cluster = coordinator.admin().await.get_cluster(v1::GetClusterRequest {}).await.unwrap().into_inner();
-        assert!(cluster.models[0].problem.contains("need 2 devices, the cluster has 1"), "{cluster:?}");
+        coordinator.wait_problem("need 2 devices, the cluster has 1").await;
         StubWorker::start("w1", coordinator.grpc).await
     };
     let (progress, _second) = futures::future::join(order, second).await;
@@ -126,28 +124,22 @@ async fn parts_that_nobody_wants_are_unloaded() {
 #[tokio::test]
 async fn drained_worker_is_left_for_another() {
     let (coordinator, _workers) = cluster(1, config("tensor=1", 1)).await;
-    let spare = StubWorker::start("w1", coordinator.grpc).await;
+    let _spare = StubWorker::start("w1", coordinator.grpc).await;
     let mut admin = coordinator.admin().await;
     admin.drain_worker(v1::DrainWorkerRequest { worker_id: "w0".into() }).await.unwrap();
-    for _ in 0..250 {
-        if !spare.state.loads.lock().unwrap().is_empty() {
-            break;
-        }
-        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
-    }
-    coordinator.wait_ready(true).await;
-    let cluster = admin.get_cluster(v1::GetClusterRequest {}).await.unwrap().into_inner();
-    assert_eq!(cluster.models[0].replicas[0].ranks[0].worker_id, "w1", "{cluster:?}");
+    let moved = |replicas: &[v1::ReplicaStatus]| match replicas {
+        [one] => one.state() == v1::ReplicaState::Ready && one.ranks[0].worker_id == "w1",
+        _ => false,
+    };
+    coordinator.replicas("the other worker serves", moved).await;
 }
 
 #[tokio::test]
 async fn status_shows_ranks_and_engine() {
     let (coordinator, _workers) = cluster(2, config("tensor=2", 2)).await;
-    tokio::time::sleep(std::time::Duration::from_millis(200)).await;
-    let cluster = coordinator.admin().await.get_cluster(v1::GetClusterRequest {}).await.unwrap().into_inner();
-    assert_eq!(cluster.workers.len(), 2);
-    let replica = &cluster.models[0].replicas[0];
-    assert_eq!(replica.state(), v1::ReplicaState::Ready);
+    let replicas = coordinator.replicas("a report of the engine", |replicas| replicas[0].engine.is_some()).await;
+    assert_eq!(coordinator.status().await.workers.len(), 2);
+    let replica = &replicas[0];
     assert_eq!(replica.ranks.len(), 2);
     assert_eq!(replica.engine.unwrap().num_free_kv_blocks, 12);
 }

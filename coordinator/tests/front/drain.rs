@@ -19,10 +19,6 @@ fn num_running(worker: &StubWorker) -> usize {
     worker.state.num_running.load(Ordering::SeqCst)
 }
 
-async fn status(coordinator: &Coordinator) -> v1::GetClusterResponse {
-    coordinator.admin().await.get_cluster(v1::GetClusterRequest {}).await.unwrap().into_inner()
-}
-
 async fn generate(coordinator: &Coordinator, num_tokens: u32) -> Collected {
     collect(coordinator.inference().await.generate(request(num_tokens)).await.unwrap().into_inner()).await.unwrap()
 }
@@ -41,7 +37,7 @@ async fn slow_stream(
 }
 
 async fn is_ready_on(coordinator: &Coordinator, worker_id: &str) -> bool {
-    let replicas = status(coordinator).await.models.into_iter().flat_map(|model| model.replicas);
+    let replicas = coordinator.status().await.models.into_iter().flat_map(|model| model.replicas);
     replicas.into_iter().any(|it| it.state() == v1::ReplicaState::Ready && it.ranks[0].worker_id == worker_id)
 }
 
@@ -54,7 +50,7 @@ async fn the_last_replica_serves_until_its_successor_does() {
     drain(&workers[0], LONG);
     // None is refused meanwhile.
     while !is_ready_on(&coordinator, "w1").await {
-        let replicas = status(&coordinator).await.models.remove(0).replicas;
+        let replicas = coordinator.status().await.models.remove(0).replicas;
         let numbers: std::collections::BTreeSet<u32> = replicas.iter().map(|it| it.replica).collect();
         assert_eq!(numbers.len(), replicas.len(), "the successor has a number of its own: {replicas:?}");
         assert_eq!(generate(&coordinator, 5).await.text, "hello");
@@ -69,9 +65,6 @@ async fn the_last_replica_serves_until_its_successor_does() {
 #[tokio::test]
 async fn what_runs_at_the_deadline_moves() {
     let (coordinator, workers) = cluster(2, config("tensor=1,replicas=2", 2)).await;
-    let held = || workers.iter().all(|worker| worker.state.held.lock().unwrap().len() == 1);
-    eventually("loading both", held).await;
-    tokio::time::sleep(Duration::from_millis(50)).await;
     workers.iter().for_each(|worker| *worker.state.halts_at.lock().unwrap() = 3);
     let stream = coordinator.inference().await.generate(request(10)).await.unwrap().into_inner();
     eventually("the start of the stream", || workers.iter().any(|worker| num_running(worker) == 1)).await;
@@ -83,11 +76,7 @@ async fn what_runs_at_the_deadline_moves() {
         let replicas = cluster.models.iter().flat_map(|model| &model.replicas);
         replicas.filter(|replica| replica.state() == v1::ReplicaState::Draining).count() == 1
     };
-    let mut shown = status(&coordinator).await;
-    while !is_draining(&shown) {
-        tokio::time::sleep(Duration::from_millis(20)).await;
-        shown = status(&coordinator).await;
-    }
+    let shown = coordinator.becomes("one drains", is_draining).await;
     let worker = shown.workers.iter().find(|worker| worker.draining).unwrap();
     assert_eq!(worker.num_requests, 1, "{shown:?}");
     assert!((10e3..=20e3).contains(&worker.drain_left_ms), "{worker:?}");
@@ -111,7 +100,7 @@ async fn a_stalled_replica_is_unready_until_its_steps_go_on() {
     coordinator.wait_ready(false).await;
     let readiness = get(&coordinator, "/readyz").await;
     assert!(readiness.status == 503 && readiness.body.contains("do not answer"), "{readiness:?}");
-    let replica = status(&coordinator).await.models.remove(0).replicas.remove(0);
+    let replica = coordinator.status().await.models.remove(0).replicas.remove(0);
     assert_eq!(replica.state(), v1::ReplicaState::Stalled);
     assert!(replica.problem.contains("1.0 s ago"), "{replica:?}");
     let refused = coordinator.inference().await.generate(request(1)).await.unwrap_err();

@@ -10,22 +10,13 @@ use lockstep_proto::{status::Class, v1};
 use tonic::{Code, Status, Streaming};
 
 use crate::{
-    http::get,
+    http::{get, shows},
     stub::{Collected, Coordinator, StubWorker, cluster, collect, config, eventually, request},
 };
 
 const SCRIPT: &str = "hello world ";
 
-/// `num_workers` replicas of one stub worker.
-async fn replicas(num_workers: usize, settings: CoordinatorConfig) -> (Coordinator, Vec<StubWorker>) {
-    let (coordinator, workers) = cluster(num_workers, settings).await;
-    for worker in &workers {
-        eventually("loading", || worker.state.held.lock().unwrap().len() == 1).await;
-    }
-    tokio::time::sleep(Duration::from_millis(50)).await;
-    (coordinator, workers)
-}
-
+/// As many replicas of one worker.
 fn policy(num_workers: usize) -> CoordinatorConfig {
     config(&format!("tensor=1,replicas={num_workers}"), num_workers)
 }
@@ -78,7 +69,7 @@ fn usage(got: &Collected) -> v1::Usage {
 
 #[tokio::test]
 async fn a_stream_goes_on_where_it_stopped() {
-    let (coordinator, mut workers) = replicas(2, policy(2)).await;
+    let (coordinator, mut workers) = cluster(2, policy(2)).await;
     halt_all(&workers, 7);
     let mut wanted = request(30);
     let sampling = wanted.sampling.as_mut().unwrap();
@@ -91,7 +82,7 @@ async fn a_stream_goes_on_where_it_stopped() {
     drop(runner);
     let got = rest(got, stream).await.unwrap();
     println!("stream gap with a second replica, stub workers: {:?}", begin.elapsed());
-    assert!(begin.elapsed() < Duration::from_secs(1), "{:?}", begin.elapsed());
+    assert!(begin.elapsed() < Duration::from_secs(3), "{:?}", begin.elapsed());
 
     assert_eq!(got.text, &SCRIPT.repeat(3)[..30]);
     assert_eq!(got.token_ids, got.text.bytes().map(u32::from).collect::<Vec<_>>());
@@ -128,7 +119,7 @@ async fn a_stream_goes_on_where_it_stopped() {
 
 #[tokio::test]
 async fn without_a_second_replica_a_stream_waits_for_a_new_plan() {
-    let (coordinator, mut workers) = replicas(1, policy(1)).await;
+    let (coordinator, mut workers) = cluster(1, policy(1)).await;
     halt_all(&workers, 3);
     let mut stream = start(&coordinator, request(10)).await;
     let got = read(&mut stream, 3).await;
@@ -141,7 +132,7 @@ async fn without_a_second_replica_a_stream_waits_for_a_new_plan() {
 
 #[tokio::test]
 async fn a_request_without_a_token_moves_too() {
-    let (coordinator, mut workers) = replicas(2, policy(2)).await;
+    let (coordinator, mut workers) = cluster(2, policy(2)).await;
     halt_all(&workers, 0);
     let stream = start(&coordinator, request(5)).await;
     tokio::time::sleep(Duration::from_millis(100)).await;
@@ -156,7 +147,7 @@ async fn a_request_without_a_token_moves_too() {
 
 #[tokio::test]
 async fn only_the_word_of_the_end_is_lost() {
-    let (coordinator, mut workers) = replicas(1, policy(1)).await;
+    let (coordinator, mut workers) = cluster(1, policy(1)).await;
     halt_all(&workers, 5);
     let mut stream = start(&coordinator, request(5)).await;
     let got = read(&mut stream, 5).await;
@@ -168,15 +159,15 @@ async fn only_the_word_of_the_end_is_lost() {
 
 #[tokio::test]
 async fn stop_texts_are_found_across_a_break() {
-    let (coordinator, mut workers) = replicas(2, policy(2)).await;
+    let (coordinator, mut workers) = cluster(2, policy(2)).await;
     // "hello wo|rld": the break comes when "o wo" is held back.
     halt_all(&workers, 8);
     let mut wanted = request(100);
     wanted.sampling.as_mut().unwrap().stop = vec!["o world".into()];
     let mut stream = start(&coordinator, wanted).await;
     let got = read(&mut stream, 4).await;
-    // Time for the four that are held back.
-    tokio::time::sleep(Duration::from_millis(100)).await;
+    // The four that are held back.
+    shows(&coordinator, "lockstep_coordinator_completion_tokens_total 8\n").await;
     drop(take_runner(&mut workers));
     let got = rest(got, stream).await.unwrap();
     assert_eq!((got.text.as_str(), got.token_ids.len()), ("hell", 4));
@@ -188,7 +179,7 @@ async fn stop_texts_are_found_across_a_break() {
 
 #[tokio::test]
 async fn a_request_that_breaks_its_replicas_ends() {
-    let (coordinator, workers) = replicas(5, policy(5)).await;
+    let (coordinator, workers) = cluster(5, policy(5)).await;
     for worker in &workers {
         *worker.state.is_poisoned.lock().unwrap() = true;
     }
@@ -215,7 +206,7 @@ async fn a_worker_that_cannot_load_is_done_without() {
 
 #[tokio::test]
 async fn the_deadline_bounds_the_wait() {
-    let (coordinator, mut workers) = replicas(1, policy(1)).await;
+    let (coordinator, mut workers) = cluster(1, policy(1)).await;
     halt_all(&workers, 3);
     let mut wanted = tonic::Request::new(request(10));
     wanted.metadata_mut().insert("grpc-timeout", "1S".parse().unwrap());
@@ -225,13 +216,13 @@ async fn the_deadline_bounds_the_wait() {
     drop(take_runner(&mut workers));
     let status = collect(stream).await.unwrap_err();
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status:?}");
-    assert!((Duration::from_millis(900)..Duration::from_secs(2)).contains(&begin.elapsed()), "{:?}", begin.elapsed());
+    assert!((Duration::from_millis(900)..Duration::from_secs(4)).contains(&begin.elapsed()), "{:?}", begin.elapsed());
 }
 
 #[tokio::test]
 async fn without_a_deadline_the_failover_timeout_bounds_the_wait() {
     let settings = CoordinatorConfig { failover_timeout: Duration::from_millis(400), ..policy(1) };
-    let (coordinator, mut workers) = replicas(1, settings).await;
+    let (coordinator, mut workers) = cluster(1, settings).await;
     halt_all(&workers, 3);
     let mut stream = start(&coordinator, request(10)).await;
     read(&mut stream, 3).await;
@@ -246,7 +237,7 @@ async fn without_a_deadline_the_failover_timeout_bounds_the_wait() {
 #[tokio::test]
 async fn replicas_that_refuse_late_keep_nobody_for_ever() {
     let settings = CoordinatorConfig { failover_timeout: Duration::from_millis(500), ..policy(3) };
-    let (coordinator, mut workers) = replicas(3, settings).await;
+    let (coordinator, mut workers) = cluster(3, settings).await;
     halt_all(&workers, 3);
     let mut stream = start(&coordinator, request(10)).await;
     read(&mut stream, 3).await;
@@ -271,21 +262,15 @@ async fn replicas_that_refuse_late_keep_nobody_for_ever() {
 
 #[tokio::test]
 async fn a_client_that_leaves_while_waiting_frees_its_place() {
-    let (coordinator, mut workers) = replicas(1, policy(1)).await;
+    let (coordinator, mut workers) = cluster(1, policy(1)).await;
     halt_all(&workers, 3);
     let mut stream = start(&coordinator, request(10)).await;
     read(&mut stream, 3).await;
     drop(take_runner(&mut workers));
     coordinator.wait_ready(false).await;
-    assert!(get(&coordinator, "/metrics").await.body.contains("lockstep_coordinator_running_requests 1"));
+    shows(&coordinator, "lockstep_coordinator_running_requests 1\n").await;
     drop(stream);
-    for _ in 0..100 {
-        if get(&coordinator, "/metrics").await.body.contains("lockstep_coordinator_running_requests 0") {
-            break;
-        }
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-    let metrics = get(&coordinator, "/metrics").await.body;
+    let metrics = shows(&coordinator, "lockstep_coordinator_running_requests 0\n").await;
     assert!(metrics.contains("lockstep_coordinator_requests_total{outcome=\"cancelled\"} 1"), "{metrics}");
     workers.push(StubWorker::start("w1", coordinator.grpc).await);
     coordinator.wait_ready(true).await;
@@ -295,26 +280,19 @@ async fn a_client_that_leaves_while_waiting_frees_its_place() {
 
 #[tokio::test]
 async fn a_client_that_leaves_before_it_has_a_stream_is_counted() {
-    let (coordinator, workers) = replicas(1, policy(1)).await;
+    let (coordinator, workers) = cluster(1, policy(1)).await;
     // Another replica is waited for.
     *workers[0].state.refusal.lock().unwrap() = Some(Class::ShuttingDown);
     let mut client = coordinator.inference().await;
     let left = tokio::time::timeout(Duration::from_millis(150), client.generate(request(5))).await;
     assert!(left.is_err(), "{left:?}");
-    let counted = "lockstep_coordinator_requests_total{outcome=\"cancelled\"} 1";
-    for _ in 0..100 {
-        if get(&coordinator, "/metrics").await.body.contains(counted) {
-            break;
-        }
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-    let metrics = get(&coordinator, "/metrics").await.body;
-    assert!(metrics.contains(counted) && metrics.contains("lockstep_coordinator_running_requests 0"), "{metrics}");
+    let metrics = shows(&coordinator, "lockstep_coordinator_requests_total{outcome=\"cancelled\"} 1\n").await;
+    assert!(metrics.contains("lockstep_coordinator_running_requests 0"), "{metrics}");
 }
 
 #[tokio::test]
 async fn what_a_worker_has_against_the_request_is_final_and_what_it_has_not_room_for_waits() {
-    let (coordinator, mut workers) = replicas(2, policy(2)).await;
+    let (coordinator, mut workers) = cluster(2, policy(2)).await;
     halt_all(&workers, 3);
     let mut stream = start(&coordinator, request(10)).await;
     let got = read(&mut stream, 3).await;
@@ -336,7 +314,7 @@ async fn what_a_worker_has_against_the_request_is_final_and_what_it_has_not_room
 
 #[tokio::test]
 async fn a_full_engine_refuses_nobody_whom_another_takes() {
-    let (coordinator, workers) = replicas(2, policy(2)).await;
+    let (coordinator, workers) = cluster(2, policy(2)).await;
     for worker in &workers {
         *worker.state.refusal.lock().unwrap() = Some(Class::Overloaded);
         // They take turns.
@@ -357,7 +335,7 @@ async fn a_full_engine_refuses_nobody_whom_another_takes() {
 #[tokio::test]
 async fn an_unloaded_model_ends_its_streams() {
     let settings = CoordinatorConfig { drain_timeout: Duration::from_millis(200), ..policy(2) };
-    let (coordinator, workers) = replicas(2, settings).await;
+    let (coordinator, workers) = cluster(2, settings).await;
     halt_all(&workers, 3);
     let mut stream = start(&coordinator, request(10)).await;
     read(&mut stream, 3).await;

@@ -1,13 +1,15 @@
 //! A client of HTTP that shows everything: it speaks HTTP/1.0, so that answers come as they are and end with the
 //! connection.
 
+use std::time::Instant;
+
 use serde_json::Value;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
 };
 
-use crate::stub::Coordinator;
+use crate::stub::{Coordinator, PATIENCE, POLL};
 
 /// An answer.
 #[derive(Debug)]
@@ -74,6 +76,19 @@ pub async fn receive(mut stream: TcpStream) -> Answer {
 /// Gets a path.
 pub async fn get(coordinator: &Coordinator, path: &str) -> Answer {
     receive(send(coordinator, "GET", path, "text/plain", b"").await).await
+}
+
+/// The metrics, once they have that in them.
+pub async fn shows(coordinator: &Coordinator, text: &str) -> String {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        let metrics = get(coordinator, "/metrics").await.body;
+        if metrics.contains(text) {
+            return metrics;
+        }
+        assert!(Instant::now() < end, "no {text:?} in {metrics}");
+        tokio::time::sleep(POLL).await;
+    }
 }
 
 /// Gets a path with these headers, each ended by a line's end.

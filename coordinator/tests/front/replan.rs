@@ -12,23 +12,14 @@ fn growing(policy: &str, min_workers: usize) -> CoordinatorConfig {
 }
 
 /// Workers of the ready replicas, by replica.
-async fn members(coordinator: &Coordinator) -> Vec<Vec<String>> {
-    let cluster = coordinator.admin().await.get_cluster(v1::GetClusterRequest {}).await.unwrap().into_inner();
-    let replicas = cluster.models.into_iter().flat_map(|model| model.replicas);
-    let ready = replicas.filter(|replica| replica.state() == v1::ReplicaState::Ready);
-    ready.map(|replica| replica.ranks.into_iter().map(|rank| rank.worker_id).collect()).collect()
+fn members(replicas: &[v1::ReplicaStatus]) -> Vec<Vec<String>> {
+    let ready = replicas.iter().filter(|replica| replica.state() == v1::ReplicaState::Ready);
+    ready.map(|replica| replica.ranks.iter().map(|rank| rank.worker_id.clone()).collect()).collect()
 }
 
-async fn until(coordinator: &Coordinator, what: &str, holds: impl Fn(&[Vec<String>]) -> bool) {
-    let end = Instant::now() + Duration::from_secs(10);
-    loop {
-        let members = members(coordinator).await;
-        if holds(&members) {
-            return;
-        }
-        assert!(Instant::now() < end, "{what}: {members:?}");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+/// The same, once it is as wanted.
+async fn until(coordinator: &Coordinator, what: &str, holds: impl Fn(&[Vec<String>]) -> bool) -> Vec<Vec<String>> {
+    members(&coordinator.replicas(what, |replicas| holds(&members(replicas))).await)
 }
 
 #[tokio::test]
@@ -72,7 +63,7 @@ async fn a_much_better_plan_takes_over_without_a_gap() {
 #[tokio::test]
 async fn workers_that_cannot_reach_each_other_are_kept_apart() {
     let (coordinator, workers) = cluster(3, config("tensor=2,replicas=1", 3)).await;
-    let first = members(&coordinator).await.remove(0);
+    let first = until(&coordinator, "a pair", |members| members.len() == 1).await.remove(0);
     let index = |id: &str| id[1..].parse::<usize>().unwrap();
     let leader = &workers[index(&first[0])].state;
     // The other rank notices that its leader is gone, and says less.
@@ -81,8 +72,7 @@ async fn workers_that_cannot_reach_each_other_are_kept_apart() {
     *workers[index(&first[1])].state.problem.lock().unwrap() = "rank 0: closed the connection".into();
     eventually("freeing the parts", || leader.held.lock().unwrap().is_empty()).await;
     workers.iter().for_each(|worker| worker.state.problem.lock().unwrap().clear());
-    until(&coordinator, "another pair", |members| members.len() == 1).await;
-    let next = members(&coordinator).await.remove(0);
+    let next = until(&coordinator, "another pair", |members| members.len() == 1).await.remove(0);
     assert!(!first.iter().all(|id| next.contains(id)), "{first:?}, then {next:?}");
     let stream = coordinator.inference().await.generate(request(5)).await.unwrap();
     assert_eq!(collect(stream.into_inner()).await.unwrap().text, "hello");

@@ -8,7 +8,7 @@ use lockstep_tests::Etcd;
 
 use crate::{
     etcd::{Registered, hello, model, shared},
-    stub::{Coordinator, MODEL, collect, eventually, request},
+    stub::{Coordinator, MODEL, SLOW_SOURCE, SLOWLY, collect, eventually, request},
 };
 
 async fn workers<const N: usize>(etcd: &Etcd) -> [Registered; N] {
@@ -91,30 +91,37 @@ async fn streams_wait_for_a_policy_that_needs_their_devices() {
     assert_eq!(hello(&first).await, "hello");
     // What cannot be had does not end what serves.
     let third = Coordinator::start(shared(&etcd, "c", "tensor=2,replicas=2", 2)).await;
-    for _ in 0..10 {
-        assert_eq!((hello(&first).await, hello(&third).await), ("hello".into(), "hello".into()));
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
-    assert!(model(&third).await.unwrap().problem.contains("waits for devices"), "{:?}", model(&third).await);
+    let shows = third.wait_problem("waits for devices");
+    let asks = async {
+        loop {
+            assert_eq!((hello(&first).await, hello(&third).await), ("hello".into(), "hello".into()));
+        }
+    };
+    tokio::select! { () = shows => {}, () = asks => {} }
+    assert_eq!((hello(&first).await, hello(&third).await), ("hello".into(), "hello".into()));
 }
 
 #[tokio::test]
 async fn another_model_takes_the_place_of_the_last_settings() {
     let etcd = Etcd::start(1).unwrap();
     let [worker] = workers::<1>(&etcd).await;
-    let first = Coordinator::start(shared(&etcd, "a", "tensor=1", 1)).await;
-    first.wait_ready(true).await;
     let settings = |id: &str, name: &str, source: &str| {
-        let mut settings = shared(&etcd, id, "tensor=1", 1);
+        let mut settings = CoordinatorConfig { drain_timeout: Duration::ZERO, ..shared(&etcd, id, "tensor=1", 1) };
         let model = settings.model.as_mut().unwrap();
         (model.name, model.source) = (name.to_owned(), source.to_owned());
         settings
     };
+    let first = Coordinator::start(settings("a", MODEL, SLOW_SOURCE)).await;
+    first.wait_ready(true).await;
     let sources = || worker.stub.state.loads.lock().unwrap().iter().map(|load| load.source.clone()).collect::<Vec<_>>();
     // Another file under the name, then another name.
     let second = Coordinator::start(settings("b", MODEL, "/models/new.gguf")).await;
     eventually("the new file", || sources().last().is_some_and(|source| source == "/models/new.gguf")).await;
     second.wait_ready(true).await;
+    // What was asked of the old file is answered late, and is no word of the new one.
+    tokio::time::sleep(SLOWLY).await;
+    assert_eq!(hello(&second).await, "hello");
+    assert_eq!(worker.stub.state.last_sequence.lock().unwrap().as_ref().unwrap().eos_token_ids, [0]);
     let third = Coordinator::start(settings("c", "other", "/models/other.gguf")).await;
     eventually("the other model", || sources().last().is_some_and(|source| source == "/models/other.gguf")).await;
     for coordinator in [&first, &second, &third] {

@@ -8,13 +8,10 @@ use lockstep_tests::Etcd;
 
 use crate::{
     etcd::{Registered, shared},
-    http::get,
-    stub::Coordinator,
+    http::shows,
+    stub::{Coordinator, PATIENCE},
     tenants::{File, complete, file, generate, wait_ready},
 };
-
-/// Longest wait for what others say; it comes within a second on a machine that is not busy.
-const PATIENCE: Duration = Duration::from_secs(10);
 
 async fn start(etcd: &Etcd, name: &str, tenants: &File) -> Coordinator {
     let settings = CoordinatorConfig { tenants_file: Some(tenants.0.clone()), ..shared(etcd, name, "tensor=1", 1) };
@@ -24,15 +21,7 @@ async fn start(etcd: &Etcd, name: &str, tenants: &File) -> Coordinator {
 /// Waits until so much is left of the budget of the tenant "spent".
 async fn wait_left(coordinator: &Coordinator, num_tokens: u64) {
     let line = format!("lockstep_coordinator_tenant_budget_left_tokens{{tenant=\"spent\"}} {num_tokens}\n");
-    let end = Instant::now() + PATIENCE;
-    loop {
-        let metrics = get(coordinator, "/metrics").await.body;
-        if metrics.contains(&line) {
-            return;
-        }
-        assert!(Instant::now() < end, "{line}{metrics}");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    shows(coordinator, &line).await;
 }
 
 /// Whether a request of two tokens is admitted, refused requests being those of a limit.

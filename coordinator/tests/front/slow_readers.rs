@@ -2,7 +2,6 @@
 
 use std::{sync::atomic::Ordering, time::Duration};
 
-use lockstep_coordinator::CoordinatorConfig;
 use lockstep_proto::v1::{self, inference_client::InferenceClient};
 use tonic::transport::Endpoint;
 
@@ -13,8 +12,7 @@ const WINDOW_BYTES: u32 = 65_535;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn clients_that_do_not_read_hold_up_nobody_else() {
-    // Nobody is to be lost under all that is sent.
-    let mut settings = CoordinatorConfig { lease: Duration::from_secs(20), ..config("tensor=1", 1) };
+    let mut settings = config("tensor=1", 1);
     settings.model.as_mut().unwrap().plan_options.max_sequence_tokens = Some(4096);
     let (coordinator, workers) = cluster(1, settings).await;
     let state = &workers[0].state;
