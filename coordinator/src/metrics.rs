@@ -2,26 +2,14 @@
 //! Invariant: labels come from fixed sets (outcome words, loaded models, states, tenants of the tenants' file);
 //! request ids and texts never appear.
 
-use std::{
-    sync::{Arc, Mutex, PoisonError},
-    time::SystemTime,
-};
-
 use lockstep_proto::v1;
 use lockstep_telemetry::{
     define_metrics,
-    http::Probe,
-    metrics::{Counters, Gauge, Gauges, Histogram, Histograms, IntCounter, render},
-    otlp::{self, ExportMetrics},
+    metrics::{Counters, Gauge, Gauges, Histogram, Histograms, IntCounter},
 };
-use tokio::sync::watch;
 
 use crate::{
-    admission::Admission,
-    api::{health::readiness, status::engine_status},
-    cluster::{PlanStore, Workers, store},
-    router::Router,
-    security::Security,
+    cluster::Workers,
     served::{Replica, ReplicaState, ServedModel},
     tenants::{Tenant, Tenants, tenant::TenantUse},
 };
@@ -105,55 +93,6 @@ define_metrics! {
     }
 }
 
-/// What the coordinator answers to probes and scrapes.
-pub struct CoordinatorProbe {
-    /// What was counted.
-    pub metrics: Arc<Metrics>,
-    /// How many requests run.
-    pub admission: Admission,
-    /// Whose.
-    pub tenants: Tenants,
-    /// Models and replicas.
-    pub router: Router,
-    /// Certificates in force.
-    pub security: Arc<Security>,
-    /// Live workers.
-    pub workers: watch::Receiver<Workers>,
-    /// What is shared with other coordinators.
-    pub store: Option<Arc<dyn PlanStore>>,
-    /// One scrape at a time: gauges of what is gone are taken back before the others are set.
-    pub scrape: Mutex<()>,
-}
-
-impl Probe for CoordinatorProbe {
-    fn readiness(&self) -> Result<(), String> {
-        readiness(&self.admission, &self.router)
-    }
-
-    fn metrics(&self) -> String {
-        let _scrape = self.scrape.lock().unwrap_or_else(PoisonError::into_inner);
-        let live = Arc::clone(&self.workers.borrow());
-        self.metrics.running_requests.set(self.admission.num_running() as f64);
-        self.metrics.max_requests.set(self.admission.limit() as f64);
-        self.metrics.live_workers.set(live.len() as f64);
-        for (shown_to, expiry) in self.security.expiries() {
-            let seconds = expiry.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64();
-            self.metrics.certificate_expiry.with_label_values(&[shown_to]).set(seconds);
-        }
-        self.metrics.describe_tenants(&self.tenants);
-        let registry = self.store.as_deref().map(store::status);
-        let is_connected = registry.as_ref().is_some_and(|registry| registry.problem.is_empty());
-        let plans = registry.is_none_or(|registry| is_connected && registry.leader_id == registry.coordinator_id);
-        self.metrics.etcd_connected.set(f64::from(u8::from(is_connected)));
-        self.metrics.plans.set(f64::from(u8::from(plans)));
-        self.metrics.forget_models();
-        for (name, model) in self.router.models().iter() {
-            self.metrics.describe(name, model, &live);
-        }
-        render(&[Some(self.metrics.registry()), otlp::metrics().map(ExportMetrics::registry)])
-    }
-}
-
 impl Metrics {
     /// Counts an ended request, of a tenant if it is known of whom, under `outcome`: a finish reason or an error class's
     /// word.
@@ -174,7 +113,8 @@ impl Metrics {
         }
     }
 
-    fn describe_tenants(&self, tenants: &Tenants) {
+    /// Sets the gauges of the tenants that there are.
+    pub fn describe_tenants(&self, tenants: &Tenants) {
         self.tenants_file_valid.set(f64::from(u8::from(tenants.is_file_valid())));
         [&self.tenant_running_requests, &self.tenant_budget_left].into_iter().for_each(|gauges| gauges.reset());
         for tenant in tenants.all() {
@@ -186,7 +126,8 @@ impl Metrics {
         }
     }
 
-    fn forget_models(&self) {
+    /// Takes the gauges of all models back.
+    pub fn forget_models(&self) {
         let of_models = [
             &self.plan_epoch,
             &self.replicas,
@@ -200,7 +141,8 @@ impl Metrics {
         of_models.into_iter().for_each(|gauges| gauges.reset());
     }
 
-    fn describe(&self, name: &str, model: &ServedModel, live: &Workers) {
+    /// Sets those of a model.
+    pub fn describe(&self, name: &str, model: &ServedModel, live: &Workers) {
         self.plan_epoch.with_label_values(&[name]).set(model.plan_epoch as f64);
         self.wanted_replicas.with_label_values(&[name]).set(model.num_wanted as f64);
         for state in STATES {
@@ -211,7 +153,7 @@ impl Metrics {
             let index = replica.index.to_string();
             let set = |gauges: &Gauges, value: f64| gauges.with_label_values(&[name, &index]).set(value);
             set(&self.outstanding_tokens, replica.outstanding_tokens() as f64);
-            let Some(engine) = engine_status(replica, live) else { continue };
+            let Some(engine) = replica.engine(live) else { continue };
             let v1::EngineStatus { num_waiting_sequences, num_running_sequences, .. } = engine;
             set(&self.engine_waiting, num_waiting_sequences.into());
             set(&self.engine_running, num_running_sequences.into());
@@ -242,74 +184,5 @@ fn word(replica: &Replica) -> &'static str {
         ReplicaState::Ready => "ready",
         ReplicaState::Draining => "draining",
         ReplicaState::Broken(_) => "broken",
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::{config::ModelSpec, served::ModelTable};
-
-    fn probe() -> (CoordinatorProbe, watch::Sender<ModelTable>, watch::Sender<Workers>) {
-        let (models, published) = watch::channel(ModelTable::default());
-        let (sender, workers) = watch::channel(Workers::default());
-        let probe = CoordinatorProbe {
-            metrics: Arc::new(Metrics::new().unwrap()),
-            admission: Admission::new(3),
-            tenants: Tenants::open(None).unwrap(),
-            router: Router::new(published, Arc::default()),
-            security: Arc::default(),
-            workers,
-            store: None,
-            scrape: Mutex::default(),
-        };
-        (probe, models, sender)
-    }
-
-    #[test]
-    fn renders_what_was_counted() {
-        let (probe, _models, _workers) = probe();
-        probe.metrics.count_request(None, "stop");
-        probe.metrics.ttft.observe(0.02);
-        let _permit = probe.admission.enter(&probe.tenants, &probe.tenants.authenticate(None).unwrap()).unwrap();
-        let text = probe.metrics();
-        assert!(text.contains("lockstep_coordinator_requests_total{outcome=\"stop\"} 1"), "{text}");
-        assert!(text.contains("lockstep_coordinator_time_to_first_token_seconds_bucket{le=\"0.025\"} 1"), "{text}");
-        assert!(text.contains("lockstep_coordinator_running_requests 1"), "{text}");
-        assert!(text.contains("lockstep_coordinator_max_concurrent_requests 3"), "{text}");
-    }
-
-    #[test]
-    fn gauges_go_with_their_model() {
-        let spec = ModelSpec {
-            name: "m".into(),
-            source: "m.gguf".into(),
-            policy: lockstep_sharding::Policy::AUTO,
-            min_workers: 1,
-            plan_options: lockstep_sharding::PlanOptions::default(),
-        };
-        let model = ServedModel {
-            spec,
-            description: None,
-            plan: None,
-            plan_epoch: 7,
-            replicas: Vec::new(),
-            num_wanted: 2,
-            num_ready: 0,
-            has_served: false,
-            problem: None,
-            failed_attempts: 0,
-        };
-        let (probe, models, _workers) = probe();
-        models.send_replace(Arc::new([("m".to_owned(), Arc::new(model))].into()));
-        for _ in 0..3 {
-            let text = probe.metrics();
-            assert!(text.contains("lockstep_coordinator_replicas{model=\"m\",state=\"ready\"} 0"), "{text}");
-            assert!(text.contains("lockstep_coordinator_wanted_replicas{model=\"m\"} 2"), "{text}");
-            assert!(text.contains("lockstep_coordinator_plan_epoch{model=\"m\"} 7"), "{text}");
-        }
-        models.send_replace(ModelTable::default());
-        let text = probe.metrics();
-        assert!(!text.contains("model=\"m\"") && text.contains("lockstep_coordinator_live_workers 0"), "{text}");
     }
 }

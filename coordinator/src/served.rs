@@ -17,7 +17,7 @@ use lockstep_sharding::{Explanation, ModelShape, ReplicaPlan};
 use tokio::{sync::watch, time::Instant};
 use tonic::transport::Channel;
 
-use crate::{config::ModelSpec, error::RequestError, router::prefix_index::PrefixIndex};
+use crate::{cluster::Workers, config::ModelSpec, error::RequestError, router::prefix_index::PrefixIndex};
 
 /// Desired models by name, with what became of them.
 pub type ModelTable = Arc<BTreeMap<String, Arc<ServedModel>>>;
@@ -351,6 +351,22 @@ impl Replica {
     /// Whether a worker's report is about a part of it.
     pub fn is_meant_by(&self, report: &v1::ReplicaReport) -> bool {
         report.model == self.model && report.plan_epoch == self.plan_epoch && report.replica == self.load.replica
+    }
+
+    /// What its leader last reported of it.
+    pub fn report<'a>(&self, live: &'a Workers) -> Option<&'a v1::ReplicaReport> {
+        self.report_of(self.members.first()?, live)
+    }
+
+    /// What one of its workers last reported of it.
+    pub fn report_of<'a>(&self, member: &Member, live: &'a Workers) -> Option<&'a v1::ReplicaReport> {
+        let record = live.get(&member.worker_id).filter(|record| record.session == member.session)?;
+        record.replicas.iter().find(|report| self.is_meant_by(report))
+    }
+
+    /// The engine's numbers as its leader last reported them, which it does once all ranks are ready.
+    pub fn engine(&self, live: &Workers) -> Option<v1::EngineStatus> {
+        self.report(live)?.engine
     }
 
     /// Whether it has a rank on that registration of a worker.

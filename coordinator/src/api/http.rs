@@ -16,10 +16,10 @@ use super::{
     browser::{self, BrowserFolder},
     intake::Intake,
     openai, page,
+    probe::CoordinatorProbe,
 };
 use crate::{
     cluster::{PlanStore, WorkerRecord, Workers},
-    metrics::CoordinatorProbe,
     security::Security,
 };
 

@@ -5,7 +5,7 @@
 //!   [`delivery`]: to clients that read in time. [`span`]: what traces say of that.
 //! - [`openai`]: the OpenAI API over the same intake.
 //! - [`auth`]: whose a call is, for all of them.
-//! - [`admin`], [`status`], [`page`]: orders and what operators see. [`browser`]: a model in the visitor's browser. [`health`], [`http`]: probes, metrics.
+//! - [`admin`], [`status`], [`page`]: orders and what operators see. [`browser`]: a model in the visitor's browser. [`health`], [`probe`], [`http`]: probes, metrics.
 
 pub mod admin;
 pub mod arrival;
@@ -22,6 +22,7 @@ pub mod openai;
 pub mod output;
 pub mod page;
 pub mod placement;
+pub mod probe;
 pub mod span;
 pub mod status;
 pub mod stop_text;

@@ -8,7 +8,7 @@ use tokio::time::Instant;
 
 use crate::{
     cluster::{PlanStore, WorkerRecord, Workers, store},
-    served::{Member, ModelTable, Replica, ReplicaState, ServedModel},
+    served::{ModelTable, Replica, ReplicaState, ServedModel},
 };
 
 /// Live workers and desired models, and the store if there may be other coordinators.
@@ -66,7 +66,7 @@ fn replica_status(replica: &Replica, live: &Workers) -> v1::ReplicaStatus {
     let (state, problem) = match replica.state() {
         ReplicaState::Loading => (v1::ReplicaState::Loading, String::new()),
         ReplicaState::Ready if replica.is_stalled() => {
-            let stall = report(replica, live).map_or_else(String::new, |report| report.stall.clone());
+            let stall = replica.report(live).map_or_else(String::new, |report| report.stall.clone());
             (v1::ReplicaState::Stalled, stall)
         }
         ReplicaState::Ready => (v1::ReplicaState::Ready, String::new()),
@@ -100,30 +100,15 @@ fn replica_status(replica: &Replica, live: &Workers) -> v1::ReplicaStatus {
         replica: replica.index as u32,
         state: state.into(),
         ranks: ranks.collect(),
-        engine: engine_status(replica, live),
+        engine: replica.engine(live),
         problem,
     }
-}
-
-/// The engine's numbers as the replica's leader last reported them.
-pub fn engine_status(replica: &Replica, live: &Workers) -> Option<v1::EngineStatus> {
-    report(replica, live)?.engine
-}
-
-/// What the leader last reported of a replica.
-fn report<'a>(replica: &Replica, live: &'a Workers) -> Option<&'a v1::ReplicaReport> {
-    report_of(replica, replica.members.first()?, live)
-}
-
-fn report_of<'a>(replica: &Replica, member: &Member, live: &'a Workers) -> Option<&'a v1::ReplicaReport> {
-    let record = live.get(&member.worker_id).filter(|record| record.session == member.session)?;
-    record.replicas.iter().find(|report| replica.is_meant_by(report))
 }
 
 /// What a rank's worker last reported of it.
 fn rank_report(replica: &Replica, rank: &RankPlan, live: &Workers) -> Option<v1::RankReport> {
     let member = replica.members.iter().find(|member| member.worker_id == rank.worker_id)?;
-    report_of(replica, member, live)?.ranks.iter().find(|report| report.rank as usize == rank.rank).copied()
+    replica.report_of(member, live)?.ranks.iter().find(|report| report.rank as usize == rank.rank).copied()
 }
 
 /// The same as JSON, with the names of the wire contract.

@@ -1,17 +1,19 @@
 //! Which workers live, and what several coordinators share. For: the planner watches it, the admin service shows it.
 //! Invariant: a worker process that starts anew, even under its old id, has a new session: what it held before is gone.
-//! [`memory`] and [`registration`] serve the only coordinator of a cluster, `etcd` any number of them.
+//! [`reach`]: how they are reached. [`memory`] and [`registration`] serve the only coordinator of a cluster, `etcd` any number of them.
 //! Not here: what the workers do ([`crate::planner`]).
 
 #[cfg(feature = "etcd")]
 pub mod etcd;
 pub mod memory;
+pub mod reach;
 pub mod registration;
 pub mod store;
 
 #[cfg(feature = "etcd")]
 pub use etcd::{EtcdRegistry, Joining};
 pub use memory::MemoryRegistry;
+pub use reach::worker_client;
 pub use store::PlanStore;
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};

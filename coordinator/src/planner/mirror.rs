@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     cluster::Workers,
-    served::{BreakCause, Member, Problem, Replica, ReplicaState},
+    served::{BreakCause, Problem, Replica, ReplicaState},
 };
 
 impl Reconciler {
@@ -60,26 +60,6 @@ impl Reconciler {
         for model in self.models.values_mut() {
             model.removal = None;
             model.note_service();
-        }
-    }
-
-    /// Stops admission to replicas that the leader is about to let go.
-    pub(super) fn withhold(&self) {
-        let desired = &self.ledger.state().desired.value.models;
-        for model in self.models.values() {
-            let is_desired = desired.iter().any(|desired| desired.name == model.spec.name);
-            for replica in model.replicas.iter().filter(|replica| replica.is_ready()) {
-                let leaves =
-                    |member: &Member| self.workers.get(&member.worker_id).is_some_and(|known| known.is_draining);
-                let is_superseded = model.is_superseded(replica);
-                if is_superseded || replica.members.iter().any(leaves) {
-                    replica.leave();
-                }
-                let holds_out = model.holds_out() || (is_superseded && model.lacks_successor());
-                if !is_desired || (replica.is_leaving() && !holds_out) {
-                    replica.advance(ReplicaState::Draining);
-                }
-            }
         }
     }
 
@@ -165,7 +145,7 @@ fn mirror_replicas(
         }
     }
     for replica in &model.replicas {
-        if replica.state() == ReplicaState::Loading && runs(replica, live) {
+        if replica.state() == ReplicaState::Loading && replica.engine(live).is_some() {
             replica.advance(ReplicaState::Ready);
         }
     }
@@ -199,9 +179,4 @@ fn plan_of(load: &v1::LoadReplicaRequest) -> Option<lockstep_sharding::ReplicaPl
         .inspect_err(|error| tracing::error!(model = load.model, %error, "a plan in etcd cannot be read"))
         .ok()?;
     plan.replicas.into_iter().nth(load.replica as usize)
-}
-
-/// Whether the leader's engine runs, which it does once all ranks are ready.
-fn runs(replica: &Replica, live: &Workers) -> bool {
-    crate::api::status::engine_status(replica, live).is_some()
 }

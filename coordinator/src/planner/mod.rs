@@ -5,6 +5,7 @@
 mod attempts;
 mod deploy;
 mod desired;
+mod drains;
 mod estranged;
 mod ledger;
 mod mirror;
@@ -38,9 +39,6 @@ use crate::{
     router::Router,
     served::ModelTable,
 };
-
-#[cfg(feature = "etcd")]
-pub(crate) use self::worker_calls::client as worker_client;
 
 /// Commands that wait for the reconciler.
 const COMMAND_QUEUE: usize = 64;

@@ -35,15 +35,13 @@ use super::{
     worker_calls::{self, KnownWorker, LoadFailure},
 };
 use crate::{
-    cluster::{PlanStore, Workers, store::StoreError},
+    cluster::{PlanStore, Workers, store::StoreError, worker_client},
     config::ModelSpec,
-    served::{BreakCause, Member, ModelDescription, ModelTable, Replica, ReplicaState},
+    served::{BreakCause, ModelDescription, ModelTable, Replica, ReplicaState},
 };
 
 /// How often waits (backoff, draining) are looked at.
 const TICK: Duration = Duration::from_millis(100);
-/// After a replica ceased to take requests, so long the numbers of its engine may be older than the last of them.
-const ENGINE_GRACE: Duration = Duration::from_secs(2);
 
 /// What a task of the reconciler came to.
 pub(super) enum Event {
@@ -81,7 +79,7 @@ pub struct Reconciler {
     pub(super) to_load: Vec<Arc<Replica>>,
     is_leading: bool,
     /// When it last began to lead, where there may be others, and the workers that drained by then: nobody could plan for them.
-    leads_since: Option<(Instant, BTreeSet<String>)>,
+    pub(super) leads_since: Option<(Instant, BTreeSet<String>)>,
     /// When usable workers last came or went.
     pub(super) workers_changed_at: Instant,
     pub(super) estranged: Estranged,
@@ -242,7 +240,7 @@ impl Reconciler {
                     known.has_reported |= record.has_reported;
                     known.is_draining |= record.draining;
                 }
-                None => match worker_calls::client(&record.hello.address, &self.config.outbound) {
+                None => match worker_client(&record.hello.address, &self.config.outbound) {
                     Ok(client) => {
                         let known = KnownWorker {
                             session: record.session,
@@ -267,67 +265,6 @@ impl Reconciler {
             self.workers_changed_at = now;
             self.models.values_mut().for_each(|model| model.growth = Growth::Unknown);
         }
-    }
-
-    /// Stops admission to replicas that must go, and lets go of those that have finished. One of a draining worker goes on
-    /// as before for as long as it is the last and another one is planned or loaded; at the worker's deadline what still
-    /// runs goes on elsewhere. For one that drained while nobody led nobody could plan, so that who leads then has the drain
-    /// timeout to find a successor of the last replica. One whose plan is superseded goes on until another one serves.
-    fn drain_replicas(&mut self, live: &Workers, now: Instant) {
-        for model in self.models.values() {
-            for replica in &model.replicas {
-                let leaves = replica
-                    .members
-                    .iter()
-                    .find(|member| self.workers.get(&member.worker_id).is_some_and(|known| known.is_draining));
-                let (broken, deadline, holds_out) = match (&model.removal, leaves) {
-                    (Some(removal), _) => {
-                        let broken = ReplicaState::broken(BreakCause::Unloaded, "the model was unloaded");
-                        (broken, Some(removal.deadline), false)
-                    }
-                    (None, Some(Member { worker_id, .. })) => {
-                        replica.leave();
-                        let detail = format!("worker {worker_id} was drained");
-                        let deadline = live.get(worker_id).and_then(|record| record.drain_deadline());
-                        let is_unled = |(_, drains): &&(Instant, BTreeSet<String>)| drains.contains(worker_id);
-                        let unled = self.leads_since.as_ref().filter(|_| model.holds_out()).filter(is_unled);
-                        let earliest = unled.map(|(since, _)| *since + self.config.drain_timeout);
-                        let deadline = deadline.map(|deadline| earliest.map_or(deadline, |it| deadline.max(it)));
-                        (ReplicaState::broken(BreakCause::WorkerDrained, detail), deadline, model.holds_out())
-                    }
-                    (None, None) if model.is_superseded(replica) => {
-                        replica.leave();
-                        let broken = ReplicaState::broken(BreakCause::Replanned, "another plan took its place");
-                        let deadline = replica.draining_at().map(|at| at + self.config.drain_timeout);
-                        (broken, deadline, model.lacks_successor())
-                    }
-                    (None, None) => continue,
-                };
-                let is_overdue = deadline.is_some_and(|deadline| deadline <= now);
-                match replica.state() {
-                    ReplicaState::Ready if holds_out && !is_overdue => {}
-                    ReplicaState::Ready => drop(replica.advance(ReplicaState::Draining)),
-                    ReplicaState::Draining if self.is_idle(replica, live) || is_overdue => {
-                        replica.advance(broken);
-                    }
-                    ReplicaState::Loading => drop(replica.advance(broken)),
-                    ReplicaState::Draining | ReplicaState::Broken(_) => {}
-                }
-            }
-        }
-    }
-
-    /// Whether nobody has requests on a replica that takes none: neither this coordinator nor, as its engine tells, others.
-    pub(super) fn is_idle(&self, replica: &Replica, live: &Workers) -> bool {
-        let is_newer = |record: &Arc<crate::cluster::WorkerRecord>| {
-            replica.draining_at().is_some_and(|at| record.last_heartbeat > at + ENGINE_GRACE)
-        };
-        let engine_is_idle = || {
-            let is_known = replica.members.first().and_then(|leader| live.get(&leader.worker_id)).is_some_and(is_newer);
-            let engine = crate::api::status::engine_status(replica, live);
-            is_known && engine.is_some_and(|engine| engine.num_running_sequences + engine.num_waiting_sequences == 0)
-        };
-        replica.num_requests() == 0 && (!self.ledger.is_shared() || engine_is_idle())
     }
 
     /// Unloads what broken replicas held, and every part that a worker reports and no replica needs: another coordinator

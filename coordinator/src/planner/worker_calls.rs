@@ -5,26 +5,19 @@ use std::{collections::BTreeMap, sync::Arc, sync::atomic::Ordering, time::Durati
 
 use futures::{StreamExt, stream::FuturesUnordered};
 use lockstep_model::{ChatTemplate, Tokenizer, TokenizerConfig};
-use lockstep_proto::{MAX_MESSAGE_BYTES, status::unreachable_worker, v1, v1::worker_client::WorkerClient};
-use lockstep_transport::{Connector, Outbound, explain};
+use lockstep_proto::{status::unreachable_worker, v1, v1::worker_client::WorkerClient};
+use lockstep_transport::explain;
 use tonic::{Status, transport::Channel};
 
 use super::unloads::Part;
 use crate::served::{Member, ModelDescription, Replica, ReplicaState};
 
-/// Opening a connection.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Reading a header and tokenizer from a slow disk.
 const DESCRIBE_TIMEOUT: Duration = Duration::from_secs(120);
 /// Between two progress messages of a load.
 const LOAD_SILENCE: Duration = Duration::from_secs(300);
 /// Freeing memory.
 const UNLOAD_TIMEOUT: Duration = Duration::from_secs(10);
-/// Bytes that a worker may send on one stream ahead of its reader, and on all of them together: so much more that readers
-/// who are slow hold up their own streams alone.
-const STREAM_WINDOW_BYTES: u32 = 64 << 10;
-/// See `STREAM_WINDOW_BYTES`; the largest that HTTP/2 knows.
-const CONNECTION_WINDOW_BYTES: u32 = i32::MAX as u32;
 
 /// A registration as the planner last saw it.
 pub struct KnownWorker {
@@ -50,19 +43,6 @@ pub fn clients_of(
             Some((member.worker_id.clone(), known.client.clone()))
         })
         .collect()
-}
-
-/// A client of the worker at `address` (`host:port`); connects when it is first used.
-pub fn client(address: &str, outbound: &Outbound) -> Result<WorkerClient<Channel>, String> {
-    let (endpoint, connector) =
-        Connector::new(address, outbound.clone()).map_err(|error| format!("of the worker: {error}"))?;
-    let endpoint = endpoint
-        .connect_timeout(CONNECT_TIMEOUT)
-        .initial_stream_window_size(STREAM_WINDOW_BYTES)
-        .initial_connection_window_size(CONNECTION_WINDOW_BYTES);
-    Ok(WorkerClient::new(endpoint.connect_with_connector_lazy(connector))
-        .max_decoding_message_size(MAX_MESSAGE_BYTES)
-        .max_encoding_message_size(MAX_MESSAGE_BYTES))
 }
 
 /// Asks a worker what a checkpoint says, and builds the text side of it.

@@ -17,10 +17,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::Streaming;
 
 use super::view::Entries;
-use crate::{
-    cluster::{WorkerRecord, Workers},
-    planner::worker_client,
-};
+use crate::cluster::{WorkerRecord, Workers, worker_client};
 
 /// How long a worker is kept whose key is gone but who lives.
 const GRACE: Duration = Duration::from_secs(15);
