@@ -1,7 +1,11 @@
 //! The life of a coordinator: bind, serve, and at the end stop admission, drain, close.
 //! Invariant: it returns at most `drain_timeout` plus [`CLOSE_TIMEOUT`] after the shutdown signal.
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    net::SocketAddr,
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
 use axum::{http::HeaderValue, response::Response};
 use lockstep_proto::{FILE_DESCRIPTOR_SET, MAX_MESSAGE_BYTES, v1};
@@ -23,7 +27,7 @@ use crate::{
     cluster::{MemoryRegistry, PlanStore, Registry, registration::RegistrationService},
     metrics::Metrics,
     planner::{Planner, PlannerConfig},
-    router::reports,
+    router::{Router, reports},
     security::Security,
     tenants::Tenants,
 };
@@ -56,61 +60,23 @@ pub async fn run(
     let _closing_guard = closing.clone().drop_guard();
     security.follow_files(&closing);
     let cluster = Cluster::start(&config, security.outbound(), &tenants, &closing)?;
-    let planner_config = PlannerConfig {
-        model: config.model.clone(),
-        settings_revision: config.settings_revision,
-        min_workers_timeout: config.min_workers_timeout,
-        replan_delay: config.replan_delay,
-        drain_timeout: config.drain_timeout,
-        outbound: security.outbound(),
-    };
-    let planner = Planner::start(planner_config, Arc::clone(&cluster.registry), cluster.store.clone(), closing.clone());
+    let planner = planner(&config, &cluster, security.outbound(), closing.clone());
     let router = planner.router();
     let reports_task = tokio::spawn(reports::follow(router.watch(), closing.clone()));
-    let admission = Admission::new(config.max_concurrent_requests);
-    let metrics = Arc::new(Metrics::new().map_err(CoordinatorError::Metrics)?);
-    let (reporter, health_service) = tonic_health::server::health_reporter();
-
+    let intake = intake(&config, tenants, router.clone())?;
     if let Some(path) = config.tenants_file.clone() {
-        tokio::spawn(closing.clone().run_until_cancelled_owned(tenants.clone().follow(path)));
+        tokio::spawn(closing.clone().run_until_cancelled_owned(intake.tenants.clone().follow(path)));
     }
-    let intake = Intake {
-        tenants,
-        admission: admission.clone(),
-        router: router.clone(),
-        tokenizing: Tokenizing::default(),
-        metrics,
-        failover_timeout: config.failover_timeout,
-        slow_reader_timeout: config.slow_reader_timeout,
-        turns: Turns::default(),
-    };
-    let inference = InferenceService { intake: intake.clone() };
-    let admin = AdminService {
-        workers: cluster.registry.watch(),
-        store: cluster.store.clone(),
-        router: router.clone(),
-        planner,
-        plan_options: config.plan_options,
-    };
-    let routes = Routes::new(health_service)
-        .add_service(v1::inference_server::InferenceServer::new(inference).max_decoding_message_size(MAX_REQUEST_BYTES))
-        .add_service(v1::admin_server::AdminServer::new(admin).max_encoding_message_size(MAX_MESSAGE_BYTES));
-    let routes = match cluster.registration {
-        Some(registration) => routes.add_service(v1::cluster_server::ClusterServer::new(registration)),
-        None => routes,
-    };
-    let state = http::HttpState {
-        intake: intake.clone(),
-        workers: cluster.registry.watch(),
-        store: cluster.store,
-        started: std::time::SystemTime::now(),
-        security: Arc::clone(&security),
-        browser,
-    };
-
+    let (workers, store, plan_options) = (cluster.registry.watch(), cluster.store.clone(), config.plan_options);
+    let admin = AdminService { workers: workers.clone(), store, router: router.clone(), planner, plan_options };
+    let (store, started) = (cluster.store, SystemTime::now());
+    let state =
+        http::HttpState { intake: intake.clone(), workers, store, started, security: Arc::clone(&security), browser };
+    let (reporter, health_service) = tonic_health::server::health_reporter();
     let grpc_incoming = Incoming::new(grpc_listener, security.grpc_gate());
     let http_incoming = Incoming::new(http_listener, security.http_gate());
-    let routes = auth::grpc(with_reflection(routes)?.into_axum_router(), intake);
+    let admission = intake.admission.clone();
+    let routes = grpc_routes(Routes::new(health_service), intake, admin, cluster.registration)?;
     let routes = Security::guard(security, routes);
     let mut grpc_server = tokio::spawn(serve_grpc(grpc_incoming, routes, &config, closing.clone()));
     let mut http_server = tokio::spawn(serve_http(http_incoming, http::routes(state), closing.clone()));
@@ -126,21 +92,70 @@ pub async fn run(
     admission.close();
     health_task.abort();
     health::withdraw(&reporter).await;
-    tracing::info!(num_running = admission.num_running(), "draining");
-    if !admission.drained(config.drain_timeout).await {
-        tracing::warn!(num_running = admission.num_running(), "requests were cut off: the drain took too long");
-    }
+    drain(&admission, config.drain_timeout).await;
     closing.cancel();
-    // With etcd, what was used last is told, and the lease given back, so that nobody need wait for its end.
-    let left = async {
-        if let Some(ended) = cluster.ended {
-            let _ = tokio::time::timeout(CLOSE_TIMEOUT, ended).await;
-        }
-    };
-    tokio::join!(close(grpc_server), close(http_server), left);
+    tokio::join!(close(grpc_server), close(http_server), leave(cluster.ended));
     // It ends with `closing`; only a panic could be reported here.
     let _ = reports_task.await;
     Ok(())
+}
+
+fn planner(config: &CoordinatorConfig, cluster: &Cluster, outbound: Outbound, closing: CancellationToken) -> Planner {
+    let config = PlannerConfig {
+        model: config.model.clone(),
+        settings_revision: config.settings_revision,
+        min_workers_timeout: config.min_workers_timeout,
+        replan_delay: config.replan_delay,
+        drain_timeout: config.drain_timeout,
+        outbound,
+    };
+    Planner::start(config, Arc::clone(&cluster.registry), cluster.store.clone(), closing)
+}
+
+fn intake(config: &CoordinatorConfig, tenants: Tenants, router: Router) -> Result<Intake, CoordinatorError> {
+    Ok(Intake {
+        tenants,
+        admission: Admission::new(config.max_concurrent_requests),
+        router,
+        tokenizing: Tokenizing::default(),
+        metrics: Arc::new(Metrics::new().map_err(CoordinatorError::Metrics)?),
+        failover_timeout: config.failover_timeout,
+        slow_reader_timeout: config.slow_reader_timeout,
+        turns: Turns::default(),
+    })
+}
+
+/// The gRPC services beside health, to callers with a key where there are keys.
+fn grpc_routes(
+    routes: Routes,
+    intake: Intake,
+    admin: AdminService,
+    registration: Option<RegistrationService>,
+) -> Result<axum::Router, CoordinatorError> {
+    let inference = v1::inference_server::InferenceServer::new(InferenceService { intake: intake.clone() });
+    let routes = routes
+        .add_service(inference.max_decoding_message_size(MAX_REQUEST_BYTES))
+        .add_service(v1::admin_server::AdminServer::new(admin).max_encoding_message_size(MAX_MESSAGE_BYTES));
+    let routes = match registration {
+        Some(registration) => routes.add_service(v1::cluster_server::ClusterServer::new(registration)),
+        None => routes,
+    };
+    Ok(auth::grpc(with_reflection(routes)?.into_axum_router(), intake))
+}
+
+/// Waits for the requests that run.
+async fn drain(admission: &Admission, limit: Duration) {
+    tracing::info!(num_running = admission.num_running(), "draining");
+    if !admission.drained(limit).await {
+        tracing::warn!(num_running = admission.num_running(), "requests were cut off: the drain took too long");
+    }
+}
+
+/// With etcd, what was used last is told, and the lease given back, so that nobody need wait for its end.
+async fn leave(ended: Option<oneshot::Receiver<()>>) {
+    if let Some(ended) = ended {
+        let _ = tokio::time::timeout(CLOSE_TIMEOUT, ended).await;
+    }
 }
 
 /// Where workers are known, and what is shared with other coordinators.

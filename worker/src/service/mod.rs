@@ -73,6 +73,23 @@ pub(crate) struct WorkerState {
 }
 
 impl WorkerState {
+    fn new(config: WorkerConfig, devices: LocalDevices, links: Arc<LinkListener>) -> Result<Self, WorkerError> {
+        Ok(Self {
+            config,
+            devices,
+            links,
+            replicas: Replicas::default(),
+            metrics: Arc::new(Metrics::new()?),
+            session: rand::random(),
+            running: TaskTracker::new(),
+            closing: CancellationToken::new(),
+            leader_term: AtomicU64::new(0),
+            drain_started: OnceLock::new(),
+            is_registered: AtomicBool::new(false),
+            followers: Arc::default(),
+        })
+    }
+
     /// Lets the coordinator that leads in `term` change what is held here.
     ///
     /// # Errors
@@ -158,20 +175,7 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> Result<()
     let reason = devices.reason();
     tracing::info!(worker_id = config.worker_id, %address, rank_address = %links.local_addr(), %http_address, devices = ?names, reason, "worker listens");
 
-    let state = Arc::new(WorkerState {
-        config,
-        devices,
-        links,
-        replicas: Replicas::default(),
-        metrics: Arc::new(Metrics::new()?),
-        session: rand::random(),
-        running: TaskTracker::new(),
-        closing: CancellationToken::new(),
-        leader_term: AtomicU64::new(0),
-        drain_started: OnceLock::new(),
-        is_registered: AtomicBool::new(false),
-        followers: Arc::default(),
-    });
+    let state = Arc::new(WorkerState::new(config, devices, links)?);
     let closing = state.closing.clone();
     // However this function is left, the tasks that it started end.
     let _closing_guard = closing.clone().drop_guard();
