@@ -4,6 +4,8 @@ import init, { Engine } from "./lockstep_browser.js";
 
 let engine = null, isStopped = false, tail = init();
 
+const GONE = "the coordinator does not answer";
+
 /// Reads a model that the coordinator serves, by ranges; it may send less than was asked for.
 function served(url, headers) {
   return (offset, buffer) => {
@@ -13,7 +15,11 @@ function served(url, headers) {
       request.responseType = "arraybuffer";
       request.setRequestHeader("range", `bytes=${offset + filled}-${offset + buffer.length - 1}`);
       for (const [name, value] of Object.entries(headers)) request.setRequestHeader(name, value);
-      request.send();
+      try {
+        request.send();
+      } catch {
+        throw new Error(GONE);
+      }
       const piece = new Uint8Array(request.response ?? 0);
       if (request.status !== 206 || piece.length === 0) throw new Error(`${url}: status ${request.status}`);
       buffer.set(piece, filled);
@@ -30,7 +36,7 @@ function local(file) {
 }
 
 async function sizeOf(url, headers) {
-  const answer = await fetch(url, { headers: { ...headers, range: "bytes=0-0" } });
+  const answer = await fetch(url, { headers: { ...headers, range: "bytes=0-0" } }).catch(() => { throw new Error(GONE); });
   if (answer.status !== 206) throw new Error((await answer.json()).error.message);
   return Number(answer.headers.get("content-range").split("/")[1]);
 }

@@ -36,7 +36,11 @@ impl ReadAt for PageFile {
     }
 
     fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
-        read_at(offset as f64, buffer).map_err(|error| io::Error::other(format!("{error:?}")))
+        read_at(offset as f64, buffer).map_err(|error| {
+            // Of an Error its words alone: written out it has the stack, too.
+            let words = error.dyn_ref::<js_sys::Error>().map(|error| String::from(error.message()));
+            io::Error::other(words.unwrap_or_else(|| format!("{error:?}")))
+        })
     }
 }
 

@@ -3,7 +3,7 @@
 usage: browser_page.py http://HOST:PORT CHROMIUM TEXT TOKENS,... FILE ANSWER
 
 FILE gets the logits after TEXT and after each of the TOKENS as f32, row by row. What the page writes after TEXT must begin
-with ANSWER; its rates go to standard output.
+with ANSWER; its rates go to standard output. A browser without WebGPU, and one that came by clear text from elsewhere, must say so.
 """
 
 import base64
@@ -43,6 +43,7 @@ with sync_playwright() as playwright:
     page.goto(f"{base}/browser")
     expect(page.locator("#model option")).to_have_count(1)
     page.click("#start")
+    expect(page.locator("#start")).to_be_disabled()
     expect(page.locator("#state")).to_contain_text("ready on webgpu", timeout=60_000)
     print(page.locator("#state").inner_text())
 
@@ -58,3 +59,12 @@ with sync_playwright() as playwright:
     print(page.locator("#speed").inner_text())
     assert not troubles and not foreign, (troubles, foreign)
     browser.close()
+
+    for elsewhere, words in {base: "WebGPU", base.replace("127.0.0.1", "host.example"): "from https://"}.items():
+        arguments = [ARGUMENTS[0], "--host-resolver-rules=MAP host.example 127.0.0.1"]
+        browser = playwright.chromium.launch(executable_path=browser_path, args=arguments)
+        page = browser.new_page()
+        page.goto(f"{elsewhere}/browser")
+        expect(page.locator("#state")).to_contain_text(words)
+        expect(page.locator("#start")).to_be_disabled()
+        browser.close()
