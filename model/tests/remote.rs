@@ -18,7 +18,8 @@ use lockstep_model::{
     synth::{Quantization, SynthSpec, synth},
 };
 
-/// A server of one file, which breaks off every third answer in its middle and counts the bytes that it sends.
+/// A server of one file, which breaks off every third answer in its middle and counts the bytes that it sends. As
+/// `signed.gguf` it is for those who GET it with the signature.
 struct Server {
     url: PathBuf,
     sent: Arc<AtomicU64>,
@@ -86,6 +87,10 @@ fn answer(
     if is_refused(&head, validators) {
         return write!(stream, "HTTP/1.1 412 Precondition Failed\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
     }
+    let request = head.first().map_or("", String::as_str);
+    if request.contains("/signed.gguf") && !request.starts_with("GET /signed.gguf?sig=secret&x=1 ") {
+        return write!(stream, "HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
+    }
     let is_get = head.first().is_some_and(|line| line.starts_with("GET"));
     let range = head.iter().find_map(|line| line.to_lowercase().strip_prefix("range: bytes=").map(str::to_owned));
     let bounds = range.as_deref().and_then(|range| range.split_once('-'));
@@ -140,7 +145,7 @@ fn what_is_read_is_of_one_version() {
     synth(&tiny(), &path, |_, _| {}).expect("synthesize");
     for validators in [strong as Validators, weak, dated] {
         let server = Server::start(std::fs::read(&path).expect("read"), validators);
-        let signed = PathBuf::from(format!("{}?sig=secret", server.url.display()));
+        let signed = PathBuf::from(server.url.display().to_string().replace("m.gguf", "signed.gguf?sig=secret&x=1"));
         let remote = Checkpoint::open(&signed).expect("open");
         let tensor = remote.shape().tensors.first().expect("a tensor").clone();
         let read = || remote.read_slice(tensor.role, tensor.layer, 0..tensor.rows, 0..tensor.columns);
@@ -170,4 +175,8 @@ fn a_part_costs_about_its_own_bytes() {
 fn what_is_not_there_is_an_error() {
     let refused = Checkpoint::open(&PathBuf::from("http://127.0.0.1:1/m.gguf")).expect_err("nobody listens");
     assert!(refused.to_string().contains("http://127.0.0.1:1/m.gguf"), "{refused}");
+    let server = Server::start(vec![0], strong);
+    let forged = server.url.display().to_string().replace("m.gguf", "signed.gguf?sig=forged");
+    let refused = Checkpoint::open(&PathBuf::from(forged)).expect_err("another signature").to_string();
+    assert!(refused.contains("403") && !refused.contains("forged"), "{refused}");
 }

@@ -65,12 +65,14 @@ pub enum FetchError {
         url: String,
     },
     /// The store of the object refuses or fails.
-    #[error("{url}: {source}")]
+    #[error("{url}: {problem}")]
     Object {
         /// As it may be shown.
         url: String,
-        /// Cause.
-        source: Box<object_store::Error>,
+        /// What it said, as it may be shown.
+        problem: String,
+        /// Cause, which may name the URL's query.
+        cause: Box<object_store::Error>,
     },
     /// The environment names no credentials, and the machine has no identity that it could show instead.
     #[error("{url}: no credentials: {hint} ({source})")]

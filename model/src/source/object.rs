@@ -31,6 +31,8 @@ const IDENTITY_SERVICE: &str = "169.254.169.254";
 pub(crate) struct RemoteObject {
     store: Arc<dyn ObjectStore>,
     path: Path,
+    /// Of an HTTP server's file: what follows the question mark, perhaps a signature.
+    query: Option<String>,
     /// For errors.
     url: String,
     stall_timeout: Duration,
@@ -56,7 +58,8 @@ impl RemoteObject {
         let invalid = |problem: String| FetchError::InvalidSource { source_name: name.clone(), problem };
         let store = store_of(url, options).map_err(|error| invalid(error.to_string()))?;
         let path = Path::from_url_path(url.path()).map_err(|error| invalid(error.to_string()))?;
-        Ok(Self { store, path, url: name, stall_timeout: options.stall_timeout })
+        let query = url.query().filter(|_| !Self::is_cloud(url.scheme())).map(str::to_owned);
+        Ok(Self { store, path, query, url: name, stall_timeout: options.stall_timeout })
     }
 
     /// Size and ETag.
@@ -64,7 +67,15 @@ impl RemoteObject {
     /// # Errors
     /// [`FetchError::Object`], [`FetchError::Stalled`].
     pub(crate) async fn head(&self) -> Result<ObjectMeta, FetchError> {
-        self.in_time(self.store.head(&self.path)).await?.map_err(|source| self.failed(source))
+        // A signature is one for GET alone.
+        let first = GetOptions { range: Some(GetRange::Bounded(0..1)), ..GetOptions::default() };
+        let asked = async {
+            match self.query {
+                Some(_) => self.store.get_opts(&self.path, first).await.map(|answer| answer.meta),
+                None => self.store.head(&self.path).await,
+            }
+        };
+        self.in_time(asked).await?.map_err(|source| self.failed(source))
     }
 
     /// The bytes of a range, of the version that [`Self::head`] told of.
@@ -109,7 +120,9 @@ impl RemoteObject {
             let hint = credentials_hint(&url);
             return FetchError::Credentials { url, hint, source };
         }
-        FetchError::Object { url, source }
+        let said = source.to_string();
+        let problem = self.query.as_ref().map_or_else(|| said.clone(), |query| said.replace(&format!("?{query}"), ""));
+        FetchError::Object { url, problem, cause: source }
     }
 }
 
@@ -138,8 +151,8 @@ pub(crate) fn is_passing(error: &FetchError) -> bool {
     use object_store::Error;
     match error {
         FetchError::Stalled { .. } | FetchError::Response { .. } | FetchError::Changed { .. } => true,
-        FetchError::Object { source, .. } => !matches!(
-            **source,
+        FetchError::Object { cause, .. } => !matches!(
+            **cause,
             Error::NotFound { .. }
                 | Error::InvalidPath { .. }
                 | Error::NotSupported { .. }
@@ -169,7 +182,9 @@ fn store_of(url: &Url, options: &FetchOptions) -> object_store::Result<Arc<dyn O
         "s3" | "s3a" => build!(AmazonS3Builder::from_env().with_url(url.as_str()), AmazonS3ConfigKey::Client),
         "gs" => build!(GoogleCloudStorageBuilder::from_env().with_url(url.as_str()), GoogleConfigKey::Client),
         "http" | "https" => {
-            let builder = HttpBuilder::new().with_url(url.origin().ascii_serialization());
+            // The path is put before the query, which may be a signature.
+            let query = url.query().map_or_else(String::new, |query| format!("/?{query}"));
+            let builder = HttpBuilder::new().with_url(url.origin().ascii_serialization() + &query);
             build!(builder.with_config(ClientConfigKey::AllowHttp, "true"), std::convert::identity)
         }
         _ => build!(MicrosoftAzureBuilder::from_env().with_url(url.as_str()), AzureConfigKey::Client),
