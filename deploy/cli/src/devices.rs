@@ -16,7 +16,7 @@ pub struct DeviceArgs {
     #[arg(long, env = "LOCKSTEP_DEVICE", value_name = "DEVICES")]
     pub device: Option<String>,
     /// Type in which keys and values are held and attention multiplies: auto (bf16 for BF16 checkpoints, else f16), f16,
-    /// bf16, or, on the processor, f32. Sums are f32 with each; weights keep the types of the file [default: auto]
+    /// bf16, or, not on CUDA, f32. Sums are f32 with each; weights keep the types of the file [default: auto]
     #[arg(long, env = "LOCKSTEP_DTYPE", value_name = "TYPE")]
     pub dtype: Option<String>,
 }

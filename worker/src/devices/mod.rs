@@ -182,6 +182,18 @@ impl LocalDevice {
     }
 }
 
+impl fmt::Display for LocalDevice {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => formatter.write_str("cpu"),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(ordinal) => write!(formatter, "cuda:{ordinal}"),
+            #[cfg(feature = "webgpu")]
+            Self::WebGpu(id) => id.fmt(formatter),
+        }
+    }
+}
+
 /// The devices of a worker, by local rank.
 #[derive(Clone, Debug)]
 pub struct LocalDevices {
@@ -222,13 +234,17 @@ impl LocalDevices {
             DeviceSelection::WebGpu(adapters) => on_cpu.with_adapters(&adapters)?,
             DeviceSelection::WebGpuAuto => on_cpu.with_found_adapters(num_ranks)?,
             DeviceSelection::Mixed(_) => {
-                let problem = format!("{} are of several kinds, a worker has one", on_cpu.settings.selection);
+                let problem = format!(
+                    "{} are of several kinds: `lockstep up` takes them, a worker for each",
+                    on_cpu.settings.selection
+                );
                 return Err(WorkerError::Config { field: "device", problem });
             }
             DeviceSelection::Auto => on_cpu.with_found(num_ranks),
         };
         chosen.check_dtype()?;
-        tracing::info!(devices = ?chosen.devices, reason = chosen.reason, "devices chosen");
+        let names: Vec<String> = chosen.devices.iter().map(LocalDevice::to_string).collect();
+        tracing::info!(devices = names.join(","), reason = chosen.reason, "devices chosen");
         Ok(chosen)
     }
 
