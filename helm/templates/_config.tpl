@@ -140,7 +140,7 @@ same file name is another file, also on a volume that workers of the release bef
 {{/* Ranks that a worker of a pool runs: as many as its settings name, else its GPUs. */}}
 {{- define "lockstep.devices" -}}
 {{- $device := default "auto" .config.device -}}
-{{- if regexMatch "^(cuda|vulkan):" $device -}}
+{{- if hasPrefix "cuda:" $device -}}
 {{- splitList "," $device | len -}}
 {{- else if and (int .gpus) (ne $device "cpu") -}}
 {{- int .gpus -}}

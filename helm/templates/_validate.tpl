@@ -50,6 +50,9 @@ Values that no schema can see to be wrong together: each is refused with the nam
 {{- fail "model.path without model.uri and model.cache.type=persistentVolumeClaim: model.cache.existingClaim must name the claim that holds the file" -}}
 {{- end -}}
 {{- end -}}
+{{- if regexMatch "^https?://[^/]*@|[?&]([Xx]-(Amz|Goog)-Signature|Signature|sig)=" $model.uri -}}
+{{- fail "model.uri: holds a password or a signature, which all who see the pods could read: model.environmentSecrets or serviceAccount.annotations give access" -}}
+{{- end -}}
 {{- $isMade := or (eq $cache.type "volumeClaimTemplate") (and (eq $cache.type "persistentVolumeClaim") (not $cache.existingClaim)) -}}
 {{- if and $cache.existingClaim $model.uri (not $cache.readOnly) (eq (join "" $cache.accessModes) "ReadOnlyMany") -}}
 {{- fail (printf "model.cache.existingClaim=%s and model.cache.accessModes=[ReadOnlyMany]: a claim that can only be read needs model.cache.readOnly=true" $cache.existingClaim) -}}
@@ -117,6 +120,16 @@ Values that no schema can see to be wrong together: each is refused with the nam
 {{- if and (eq $tls.mode "secret") (not $tls.secretName) -}}
 {{- fail (printf "tls.%s.secretName: is needed with tls.%s.mode secret" $name $name) -}}
 {{- end -}}
+{{- if eq $tls.mode "certManager" -}}
+{{- $duration := trimSuffix "h" $tls.duration | int -}}
+{{- $renewBefore := trimSuffix "h" $tls.renewBefore | int -}}
+{{- if ge $renewBefore $duration -}}
+{{- fail (printf "tls.%s.renewBefore=%s and tls.%s.duration=%s: a certificate would be renewed before it is made" $name $tls.renewBefore $name $tls.duration) -}}
+{{- end -}}
+{{- if and $.Values.monitoring.rules.enabled (le $renewBefore 72) -}}
+{{- fail (printf "tls.%s.renewBefore=%s and monitoring.rules.enabled=true: the alert LockstepCertificateExpires is about certificates that have less than 72h" $name $tls.renewBefore) -}}
+{{- end -}}
+{{- end -}}
 {{- if and (eq $tls.mode "none") $tls.secretName -}}
 {{- fail (printf "tls.%s.secretName=%s and tls.%s.mode=none: the secret would not be used" $name $tls.secretName $name) -}}
 {{- end -}}
@@ -125,9 +138,15 @@ Values that no schema can see to be wrong together: each is refused with the nam
 
 {{- define "lockstep.validatePools" -}}
 {{- $devices := 0 -}}
+{{- $atLeast := 0 -}}
+{{- $scaled := "" -}}
 {{- range $name, $pool := include "lockstep.pools" . | fromJson -}}
 {{- $where := ternary (printf "pools.%s" $name) "worker" (hasKey $.Values.pools $name) -}}
 {{- $device := default "auto" $pool.config.device -}}
+{{- $names := splitList "," $device -}}
+{{- if ne (len $names) (len (uniq $names)) -}}
+{{- fail (printf "%s.config.device=%s: names a device twice" $where $device) -}}
+{{- end -}}
 {{- if and (not (int $pool.gpus)) (hasPrefix "cuda" $device) -}}
 {{- fail (printf "%s.config.device=%s and %s.gpus=0: the pod would have no GPU" $where $device $where) -}}
 {{- end -}}
@@ -136,6 +155,14 @@ Values that no schema can see to be wrong together: each is refused with the nam
 {{- end -}}
 {{- if and (int $pool.gpus) (ne (int (include "lockstep.devices" $pool)) (int $pool.gpus)) -}}
 {{- fail (printf "%s.config.device=%s and %s.gpus=%d: it names %s of them" $where $device $where (int $pool.gpus) (include "lockstep.devices" $pool)) -}}
+{{- end -}}
+{{- range $names -}}
+{{- if and (hasPrefix "cuda:" .) (ge (trimPrefix "cuda:" . | int) (int $pool.gpus)) -}}
+{{- fail (printf "%s.config.device=%s and %s.gpus=%d: the first GPU of a pod is cuda:0" $where $device $where (int $pool.gpus)) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (int $pool.gpus) (eq (default "auto" $pool.config.dtype) "f32") -}}
+{{- fail (printf "%s.config.dtype=f32 and %s.gpus=%d: CUDA holds keys and values in f16 or bf16" $where $where (int $pool.gpus)) -}}
 {{- end -}}
 {{- if and (int $pool.gpus) $pool.config.num_devices -}}
 {{- fail (printf "%s.config.num_devices and %s.gpus=%d: devices are made of the processor alone" $where $where (int $pool.gpus)) -}}
@@ -147,9 +174,13 @@ Values that no schema can see to be wrong together: each is refused with the nam
 {{- fail (printf "%s.hostNetwork=true and networkPolicy.enabled=true: such pods have their nodes' addresses, which no selector of pods matches: networkPolicy.nodes must name them" $where) -}}
 {{- end -}}
 {{- include "lockstep.validateResources" (dict "where" $where "resources" $pool.resources) -}}
+{{- include "lockstep.validateVolumes" (dict "where" $where "pool" $pool) -}}
 {{- include "lockstep.validateScaling" (dict "root" $ "where" $where "scaling" $pool.autoscaling) -}}
 {{- $most := int (ternary $pool.autoscaling.maxReplicas $pool.replicas $pool.autoscaling.enabled) -}}
-{{- $devices = add $devices (mul $most (int (include "lockstep.devices" $pool))) -}}
+{{- $ofWorker := int (include "lockstep.devices" $pool) -}}
+{{- $devices = add $devices (mul $most $ofWorker) -}}
+{{- $atLeast = add $atLeast (mul (ternary $pool.autoscaling.minReplicas $pool.replicas $pool.autoscaling.enabled | int) $ofWorker) -}}
+{{- if $pool.autoscaling.enabled }}{{ $scaled = $where }}{{ end -}}
 {{- end -}}
 {{- $policy := default "auto" .Values.coordinator.config.policy -}}
 {{- $ranks := 1 -}}
@@ -160,6 +191,14 @@ Values that no schema can see to be wrong together: each is refused with the nam
 {{- /* Without any worker the release is at rest. */ -}}
 {{- if and (int $devices) (gt (int $ranks) (int $devices)) -}}
 {{- fail (printf "coordinator.config.policy=%s and the pools: a replica has %d ranks, all workers together have %d devices" $policy (int $ranks) (int $devices)) -}}
+{{- end -}}
+{{- $replicas := regexFind "replicas=[0-9]+" $policy | trimPrefix "replicas=" | default "1" | int -}}
+{{- $wanted := mul $ranks $replicas | int -}}
+{{- if and (int $devices) (gt $wanted (int $devices)) -}}
+{{- fail (printf "coordinator.config.policy=%s and the pools: %d replicas of %d ranks, all workers together have %d devices" $policy $replicas (int $ranks) (int $devices)) -}}
+{{- end -}}
+{{- if and $scaled (regexMatch "^(tensor|pipeline|hybrid)=.*,replicas=" $policy) (le $wanted (int $atLeast)) -}}
+{{- fail (printf "coordinator.config.policy=%s and %s.autoscaling: its %d devices are there with the fewest workers, more would be idle" $policy $scaled $wanted) -}}
 {{- end -}}
 {{- $least := int (default 1 .Values.coordinator.config.min_workers) -}}
 {{- if and (int $devices) (gt $least (int (include "lockstep.maxWorkers" .))) -}}
@@ -185,6 +224,27 @@ Values that no schema can see to be wrong together: each is refused with the nam
 {{- if and (eq .scaling.kind "keda") (not .root.Values.monitoring.prometheusUrl) -}}
 {{- fail (printf "monitoring.prometheusUrl: is needed with %s.autoscaling.kind keda" .where) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "lockstep.validateVolumes" -}}
+{{- $named := list -}}
+{{- range .pool.extraVolumes -}}
+{{- if has .name (concat $named (list "config" "models" "shm" "tmp" "kernels" "cluster-tls" "etcd-tls" "etcd-user" "otlp-tls")) -}}
+{{- fail (printf "%s.extraVolumes: a volume %s is there already" $.where .name) -}}
+{{- end -}}
+{{- $named = append $named .name -}}
+{{- end -}}
+{{- range .pool.extraVolumeMounts -}}
+{{- if not (has .name $named) -}}
+{{- fail (printf "%s.extraVolumeMounts and %s.extraVolumes: there is no volume %s" $.where $.where .name) -}}
+{{- end -}}
+{{- if has (clean .mountPath) (list "/" "/models" "/tmp" "/dev/shm" "/var/cache/lockstep" "/etc/lockstep/config") -}}
+{{- fail (printf "%s.extraVolumeMounts: %s is mounted already" $.where .mountPath) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (not .pool.hostIPC) .pool.resources.limits.memory (gt (include "lockstep.quantity" .pool.sharedMemory | float64) (include "lockstep.quantity" .pool.resources.limits.memory | float64)) -}}
+{{- fail (printf "%s.sharedMemory=%s and %s.resources.limits.memory=%v: shared memory counts as the pod's" .where .pool.sharedMemory .where .pool.resources.limits.memory) -}}
 {{- end -}}
 {{- end -}}
 
