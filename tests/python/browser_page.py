@@ -40,7 +40,8 @@ with sync_playwright() as playwright:
     page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: troubles.append(str(error)))
     page.on("request", lambda request: None if request.url.startswith((base, "data:")) else foreign.append(request.url))
-    page.goto(f"{base}/browser")
+    page.goto(base)
+    page.click("a[href='/browser/']")
     expect(page.locator("#model option")).to_have_count(1)
     page.click("#start")
     expect(page.locator("#start")).to_be_disabled()
@@ -61,7 +62,7 @@ with sync_playwright() as playwright:
     browser.close()
 
     for elsewhere, words in {base: "WebGPU", base.replace("127.0.0.1", "host.example"): "from https://"}.items():
-        arguments = [ARGUMENTS[0], "--host-resolver-rules=MAP host.example 127.0.0.1"]
+        arguments = [ARGUMENTS[0], "--no-proxy-server", "--host-resolver-rules=MAP host.example 127.0.0.1"]
         browser = playwright.chromium.launch(executable_path=browser_path, args=arguments)
         page = browser.new_page()
         page.goto(f"{elsewhere}/browser")

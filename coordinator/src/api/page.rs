@@ -18,8 +18,9 @@ use super::{
     status::{cluster, to_json},
 };
 
-/// `{nonce}` stands where the policy's word goes.
+/// `{nonce}` stands where the policy's word goes, `{browser}` where [`BROWSER`] does if that page is served.
 const PAGE: &str = include_str!("page.html");
+const BROWSER: &str = r#"<p><a href="/browser/">Compute a model in this browser</a></p>"#;
 
 /// The page.
 pub fn routes() -> Routes<HttpState> {
@@ -31,13 +32,14 @@ pub fn status_routes() -> Routes<HttpState> {
     Routes::new().route("/status.json", get(status))
 }
 
-async fn page() -> Response {
+async fn page(State(state): State<HttpState>) -> Response {
     let nonce = uuid::Uuid::new_v4().simple().to_string();
     let policy = format!(
         "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src data:; connect-src 'self'; \
          base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     );
-    let mut response = Html(PAGE.replace("{nonce}", &nonce)).into_response();
+    let link = state.browser.as_ref().map_or("", |_| BROWSER);
+    let mut response = Html(PAGE.replace("{nonce}", &nonce).replace("{browser}", link)).into_response();
     let headers = response.headers_mut();
     // A nonce is hexadecimal, so the policy is always a header's value.
     headers.extend(HeaderValue::from_str(&policy).ok().map(|policy| (header::CONTENT_SECURITY_POLICY, policy)));
