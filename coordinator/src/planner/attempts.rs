@@ -139,12 +139,12 @@ impl Reconciler {
     fn describe(&mut self, name: &str) {
         let Some(num_asked) = self.models.get(name).map(|model| model.num_asked) else { return };
         let Some((_, worker)) = self.usable().nth(num_asked % self.usable().count().max(1)) else { return };
-        let client = worker.client.clone();
+        let (client, gone) = (worker.client.clone(), worker.gone.clone());
         let Some(model) = self.models.get_mut(name) else { return };
         model.num_asked += 1;
         let (name, source) = (name.to_owned(), model.spec.source.clone());
         self.attempt(name.clone(), async move {
-            match worker_calls::describe(client, source.clone()).await {
+            match worker_calls::describe(client, gone, source.clone()).await {
                 Ok(description) => Event::Described { model: name, source, description },
                 Err(problem) => Event::Failed { model: name, problem },
             }

@@ -224,7 +224,9 @@ impl Reconciler {
         let mut has_changed = !lost.is_empty();
         let num_usable = self.usable().count();
         for (worker_id, session) in lost {
-            self.workers.remove(&worker_id);
+            if let Some(known) = self.workers.remove(&worker_id) {
+                known.gone.cancel();
+            }
             self.ledger.note_lost(&worker_id, session);
             self.unloads.forget(&worker_id, session);
             for replica in self.models.values().flat_map(|model| &model.replicas) {
@@ -247,6 +249,7 @@ impl Reconciler {
                             client,
                             has_reported: record.has_reported,
                             is_draining: record.draining,
+                            gone: CancellationToken::new(),
                         };
                         self.workers.insert(worker_id.clone(), known);
                         self.ledger.note_found(worker_id, record.session);

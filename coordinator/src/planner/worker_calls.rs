@@ -7,6 +7,7 @@ use futures::{StreamExt, stream::FuturesUnordered};
 use lockstep_model::{ChatTemplate, Tokenizer, TokenizerConfig};
 use lockstep_proto::{status::unreachable_worker, v1, v1::worker_client::WorkerClient};
 use lockstep_transport::explain;
+use tokio_util::sync::CancellationToken;
 use tonic::{Status, transport::Channel};
 
 use super::unloads::Part;
@@ -29,6 +30,8 @@ pub struct KnownWorker {
     pub has_reported: bool,
     /// It takes no new work.
     pub is_draining: bool,
+    /// Cancelled when it is not registered any more.
+    pub gone: CancellationToken,
 }
 
 /// The clients of a replica's workers; `None` if one of them is not registered any more.
@@ -45,10 +48,15 @@ pub fn clients_of(
         .collect()
 }
 
-/// Asks a worker what a checkpoint says, and builds the text side of it.
-pub async fn describe(mut worker: WorkerClient<Channel>, source: String) -> Result<Arc<ModelDescription>, String> {
+/// Asks a worker what a checkpoint says, and builds the text side of it. Nothing is waited for once the worker is `gone`.
+pub async fn describe(
+    mut worker: WorkerClient<Channel>,
+    gone: CancellationToken,
+    source: String,
+) -> Result<Arc<ModelDescription>, String> {
     let call = worker.describe_model(v1::DescribeModelRequest { source });
-    let description = match tokio::time::timeout(DESCRIBE_TIMEOUT, call).await {
+    let call = gone.run_until_cancelled(tokio::time::timeout(DESCRIBE_TIMEOUT, call));
+    let description = match call.await.ok_or("the worker that describes the model was lost")? {
         Err(_) => return Err(format!("the worker did not describe the model within {} s", DESCRIBE_TIMEOUT.as_secs())),
         Ok(answer) => answer.map_err(|status| text_of(&status))?.into_inner(),
     };

@@ -1,6 +1,9 @@
 //! Leases, lost workers, new plans, and the end of the coordinator.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::atomic::Ordering,
+    time::{Duration, Instant},
+};
 
 use lockstep_proto::{status::Class, v1};
 use tonic::Code;
@@ -213,4 +216,16 @@ async fn port_in_use_is_said() {
     let settings = lockstep_coordinator::CoordinatorConfig { grpc_listen: coordinator.grpc, ..config("tensor=1", 1) };
     let error = lockstep_coordinator::run(settings, Default::default(), |_, _| {}).await.unwrap_err();
     assert!(error.to_string().contains(&coordinator.grpc.to_string()), "{error}");
+}
+
+#[tokio::test]
+async fn a_worker_that_is_lost_while_it_describes_is_not_waited_for() {
+    let coordinator = Coordinator::start(config("tensor=1", 1)).await;
+    let silent = StubWorker::start("w0", coordinator.grpc).await;
+    *silent.state.describes_never.lock().unwrap() = true;
+    eventually("it is asked", || silent.state.num_described.load(Ordering::SeqCst) == 1).await;
+    let _other = StubWorker::start("w1", coordinator.grpc).await;
+    // It is lost to the registry alone: the connection on which it was asked stays, as that of a host without power.
+    silent.registration.abort();
+    coordinator.wait_ready(true).await;
 }

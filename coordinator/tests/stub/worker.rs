@@ -74,6 +74,9 @@ pub struct StubState {
     pub num_sent: AtomicUsize,
     /// Requests of UnloadReplica.
     pub unloads: Mutex<Vec<v1::UnloadReplicaRequest>>,
+    /// Descriptions never come; how many were asked for.
+    pub describes_never: Mutex<bool>,
+    pub num_described: AtomicUsize,
     /// How long a load takes.
     pub load_delay: Mutex<Duration>,
     /// Loads fail, and so do descriptions.
@@ -114,6 +117,8 @@ impl Default for StubState {
             num_top: AtomicUsize::default(),
             num_sent: AtomicUsize::default(),
             unloads: Mutex::default(),
+            describes_never: Mutex::default(),
+            num_described: AtomicUsize::default(),
             load_delay: Mutex::default(),
             refuses_loads: Mutex::default(),
             refuses_unloads: Mutex::default(),
@@ -171,6 +176,10 @@ impl Worker for StubService {
         request: Request<v1::DescribeModelRequest>,
     ) -> Result<Response<v1::DescribeModelResponse>, Status> {
         let source = request.into_inner().source;
+        self.0.num_described.fetch_add(1, Ordering::SeqCst);
+        if *self.0.describes_never.lock().unwrap() {
+            std::future::pending::<()>().await;
+        }
         if source == BAD_SOURCE || *self.0.refuses_loads.lock().unwrap() {
             return Err(Class::InvalidRequest.status("no such file"));
         }
