@@ -115,6 +115,9 @@ cargo clippy --release --workspace --all-targets -- -D warnings
 # The fuzz targets are a workspace of their own, which nothing above compiles.
 cargo check --release --quiet --manifest-path model/fuzz/Cargo.toml --target-dir target/fuzz
 cargo clippy --release --workspace --all-targets --features "$features" -- -D warnings
+# The host's side of the Metal backend compiles nowhere but for Apple's targets.
+say "types for Metal"
+tests/metal.sh
 say "documentation"
 RUSTDOCFLAGS="-D warnings" cargo doc --release --workspace --no-deps --quiet --features "$features"
 say "tests"

@@ -152,9 +152,35 @@ fn epilogues_and_stacks_agree_with_the_oracle() {
     }
 }
 
+/// SwiGLU makes the 8-bit blocks that a matmul has asked for in its own dispatch: those of the rows that it leaves.
+#[test]
+fn blocks_are_made_with_the_products() {
+    let mut device = adapter::open_with(GpuOptions::default());
+    for (ggml_type, tokens) in [(GgmlType::Q4_K, 1), (GgmlType::Q4_0, 3), (GgmlType::Q6_K, MAX_MATVEC_TOKENS)] {
+        let (gate_up, down) = (random_matrix(ggml_type, 192, 512, 3), random_matrix(GgmlType::Q8_0, 40, 96, 4));
+        let values = random_values(tokens * 512, 11);
+        let layers = [&gate_up, &down].map(|matrix| device.linear(vec![matrix.clone()]).unwrap());
+        let input = adapter::tensor(&mut device, 512, &values);
+        let [mut gated, mut output] = [96, 40].map(|width| device.tensor(tokens, width).unwrap());
+        device.matmul(tokens, &layers[1], &gated, Epilogue::Store, &mut output).unwrap();
+        let before = device.commands().last_dispatch();
+        device.matmul(tokens, &layers[0], &input, Epilogue::SwiGlu, &mut gated).unwrap();
+        device.matmul(tokens, &layers[1], &gated, Epilogue::Store, &mut output).unwrap();
+        // The blocks of the input, and two products.
+        assert_eq!(device.commands().last_dispatch() - before, 3);
+        let results = adapter::rows(&mut device, tokens, &mut output);
+        let rows = adapter::rows(&mut device, tokens, &mut gated);
+        let expected = matmul(&[gate_up], &round_activations(&values), Epilogue::SwiGlu);
+        check(&format!("{ggml_type}, rows"), &rows, &expected, ROUNDING);
+        let expected = matmul(&[down], &round_activations(&rows), Epilogue::Store);
+        check(&format!("{ggml_type}, blocks"), &results, &expected, ROUNDING);
+    }
+}
+
 #[test]
 fn products_agree_with_subgroups_of_four() {
     adapter::run_with_subgroups_of_four(&[
+        "blocks_are_made_with_the_products",
         "embeddings_are_the_dequantized_rows",
         "layers_larger_than_a_binding_are_split",
         "products_are_added_to_the_stream_over_all_ranks",

@@ -3,20 +3,10 @@
 // A workgroup makes ROWS outputs of TOKENS tokens; its threads take every THREADS-th block of the columns, and their sums
 // are added in workgroup memory. Of SwiGLU, an output is the product of two rows, gate and up.
 //
-// Options: those of the weights; THREADS, ROWS, TOKENS, ADD (to what the output holds), SWIGLU.
+// Options: those of the include; THREADS.
 
-struct Params { num_outputs: u32, num_blocks: u32, num_tokens: u32, width: u32, first_output: u32 }
-#include params
+#include matvec
 
-#include weights
-@group(0) @binding(4) var<storage, read> quants: array<vec4<u32>>;
-@group(0) @binding(5) var<storage, read> scales: array<vec2<u32>>;
-@group(0) @binding(6) var<storage, read_write> output: array<f32>;
-#include activations
-
-// Rows that a workgroup multiplies: with SWIGLU gates, then ups.
-const ALL_ROWS = ROWS * (1u + SWIGLU);
-const SUMS = ALL_ROWS * TOKENS;
 #if SUBGROUPS
 // A subgroup has at least four threads.
 var<workgroup> partial: array<f32, SUMS * THREADS / 4u>;
@@ -34,26 +24,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 ) {
     let first_row = (group.x + group.y * groups.x) * ROWS;
     let first_token = group.z * TOKENS;
-    var sums: array<f32, SUMS>;
-    for (var i = 0u; i < SUMS; i++) { sums[i] = 0.0; }
-    for (var block = thread; block < params.num_blocks; block += THREADS) {
-        var weights: array<WeightBlock, ALL_ROWS>;
-        for (var row = 0u; row < ALL_ROWS; row++) {
-            // Rows past the end are computed and not stored.
-            let output_row = min(first_row + row % ROWS, params.num_outputs - 1u);
-            weights[row] = load_block((output_row + row / ROWS * params.num_outputs) * params.num_blocks + block);
-        }
-        for (var token = 0u; token < TOKENS; token++) {
-            let at = min(first_token + token, params.num_tokens - 1u) * params.num_blocks + block;
-            let first = quants[2u * at];
-            let second = quants[2u * at + 1u];
-            let scale = scales[at];
-            let half_sums = unpack_sums(scale.y);
-            for (var row = 0u; row < ALL_ROWS; row++) {
-                sums[row * TOKENS + token] += product(weights[row], first, second, bitcast<f32>(scale.x), half_sums);
-            }
-        }
-    }
+    var sums = share_of_products(first_row, first_token, thread, THREADS);
 #if SUBGROUPS
     for (var i = 0u; i < SUMS; i++) {
         let sum = subgroupAdd(sums[i]);
@@ -81,7 +52,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 #if SWIGLU
         var up = 0.0;
         for (var i = 0u; i < num_partial; i++) { up += partial[i * SUMS + ROWS * TOKENS + index]; }
-        result = result / (1.0 + exp(-result)) * up;
+        result = gated(result, up);
 #endif
         let at = token * params.width + params.first_output + row;
 #if ADD

@@ -11,7 +11,7 @@ use std::{
 use ahash::RandomState;
 use wgpu::{
     BindGroup, BindGroupDescriptor, BindGroupEntry, Buffer, BufferBinding, CommandBuffer, CommandEncoderDescriptor,
-    ComputePassDescriptor, ComputePipeline,
+    ComputePassDescriptor,
 };
 
 use super::{
@@ -35,8 +35,8 @@ const MAX_BIND_GROUPS: usize = 1 << 14;
 /// A part of a buffer, for a binding.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Binding {
-    /// The buffer.
-    pub buffer: Buffer,
+    /// The buffer, which every dispatch names anew: a handle of wgpu's takes several counters to share, this takes one.
+    pub buffer: Arc<Buffer>,
     /// Where the part begins, a multiple of 256.
     pub offset: u64,
     /// Its bytes, a multiple of 4; not 0.
@@ -45,15 +45,15 @@ pub struct Binding {
 
 impl Binding {
     /// All of a buffer.
-    pub fn whole(buffer: &Buffer) -> Self {
-        Self { buffer: buffer.clone(), offset: 0, num_bytes: buffer.size() }
+    pub fn whole(buffer: &Arc<Buffer>) -> Self {
+        Self { buffer: Arc::clone(buffer), offset: 0, num_bytes: buffer.size() }
     }
 }
 
 #[derive(PartialEq)]
 struct Dispatch {
-    pipeline: Pipeline,
-    bind_group: BindGroup,
+    pipeline: Arc<Pipeline>,
+    bind_group: Arc<BindGroup>,
     parameters: Words,
     grid: [u32; 3],
 }
@@ -75,7 +75,7 @@ struct Copy {
 
 /// Inputs in one buffer.
 struct Inputs {
-    buffer: Buffer,
+    buffer: Arc<Buffer>,
     staged: Vec<u8>,
     /// Bytes that were sent.
     num_sent: usize,
@@ -98,7 +98,7 @@ pub struct Commands {
     /// What was submitted last.
     last: Vec<Dispatch>,
     prepared: Option<Prepared>,
-    bind_groups: HashMap<(ComputePipeline, Vec<Binding>), BindGroup, RandomState>,
+    bind_groups: HashMap<(Arc<Pipeline>, Vec<Binding>), Arc<BindGroup>, RandomState>,
     /// Inputs of the open step, or since the last submission; the last one takes more.
     inputs: Vec<Inputs>,
     is_step_open: bool,
@@ -213,7 +213,7 @@ impl Commands {
     /// [`KernelError::Device`] if the grid is larger than the adapter takes.
     pub fn dispatch(
         &mut self,
-        pipeline: &Pipeline,
+        pipeline: &Arc<Pipeline>,
         bindings: Vec<Binding>,
         parameters: &[u32],
         grid: [usize; 3],
@@ -230,7 +230,7 @@ impl Commands {
         words[..parameters.len()].copy_from_slice(parameters);
         let bind_group = self.bind_group(pipeline, bindings);
         let grid = grid.map(|size| size as u32);
-        self.waiting.push(Dispatch { pipeline: pipeline.clone(), bind_group, parameters: words, grid });
+        self.waiting.push(Dispatch { pipeline: Arc::clone(pipeline), bind_group, parameters: words, grid });
         Ok(())
     }
 
@@ -244,10 +244,10 @@ impl Commands {
         self.last_dispatch() == number && self.waiting.pop().is_some()
     }
 
-    fn bind_group(&mut self, pipeline: &Pipeline, bindings: Vec<Binding>) -> BindGroup {
-        let key = (pipeline.pipeline.clone(), bindings);
+    fn bind_group(&mut self, pipeline: &Arc<Pipeline>, bindings: Vec<Binding>) -> Arc<BindGroup> {
+        let key = (Arc::clone(pipeline), bindings);
         if let Some(known) = self.bind_groups.get(&key) {
-            return known.clone();
+            return Arc::clone(known);
         }
         let mut entries = Vec::with_capacity(key.1.len());
         for (number, binding) in pipeline.bindings.iter().zip(&key.1) {
@@ -255,15 +255,15 @@ impl Commands {
             let buffer = BufferBinding { buffer: &binding.buffer, offset: binding.offset, size };
             entries.push(BindGroupEntry { binding: *number, resource: wgpu::BindingResource::Buffer(buffer) });
         }
-        let bind_group = self.gpu.device.create_bind_group(&BindGroupDescriptor {
+        let bind_group = Arc::new(self.gpu.device.create_bind_group(&BindGroupDescriptor {
             label: Some(pipeline.name),
             layout: &pipeline.layout,
             entries: &entries,
-        });
+        }));
         if self.bind_groups.len() >= MAX_BIND_GROUPS {
             self.bind_groups.clear();
         }
-        self.bind_groups.insert(key, bind_group.clone());
+        self.bind_groups.insert(key, Arc::clone(&bind_group));
         bind_group
     }
 
@@ -339,7 +339,7 @@ impl Commands {
             let mut pass = encoder.begin_compute_pass(&ComputePassDescriptor { label: None, timestamp_writes: None });
             for (index, dispatch) in dispatches.iter().enumerate() {
                 pass.set_pipeline(&dispatch.pipeline.pipeline);
-                pass.set_bind_group(0, &dispatch.bind_group, &[]);
+                pass.set_bind_group(0, &*dispatch.bind_group, &[]);
                 match &self.parameters {
                     Some(parameters) => {
                         let (row, offset) = parameters.row(index);

@@ -98,20 +98,27 @@ pub struct Gpu {
     /// Of the parameters, if they are uniforms.
     parameter_layout: Option<BindGroupLayout>,
     matvec_shape: Mutex<Option<Shape>>,
-    pipelines: Mutex<HashMap<PipelineKey, Pipeline, RandomState>>,
+    pipelines: Mutex<HashMap<PipelineKey, Arc<Pipeline>, RandomState>>,
     #[cfg(not(target_family = "wasm"))]
     kept: std::sync::OnceLock<KeptPipelines>,
     failure: Arc<Mutex<Option<String>>>,
 }
 
 /// A compiled variant.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Debug, PartialEq, Eq)]
 pub struct Pipeline {
     pub(super) pipeline: ComputePipeline,
     pub(super) layout: BindGroupLayout,
     /// Numbers of its bindings, in order.
     pub(super) bindings: Arc<[u32]>,
     pub(super) name: &'static str,
+}
+
+impl std::hash::Hash for Pipeline {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        // The rest belongs to it.
+        self.pipeline.hash(state);
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -267,7 +274,7 @@ impl Gpu {
     ///
     /// # Errors
     /// [`KernelError::Device`] if memory is short or the adapter's limit lower.
-    pub fn buffer(&self, what: &str, num_bytes: u64) -> Result<Buffer, KernelError> {
+    pub fn buffer(&self, what: &str, num_bytes: u64) -> Result<Arc<Buffer>, KernelError> {
         let size = num_bytes.max(16).next_multiple_of(16);
         if size > self.limits.max_buffer_size {
             let limit = self.limits.max_buffer_size;
@@ -281,7 +288,7 @@ impl Gpu {
             mapped_at_creation: false,
         });
         self.check()?;
-        Ok(buffer)
+        Ok(Arc::new(buffer))
     }
 
     /// Sends what was written, and waits until its copies are freed.
@@ -307,13 +314,17 @@ impl Gpu {
     ///
     /// # Errors
     /// [`KernelError::Device`] if the driver refuses it.
-    pub fn pipeline(&self, source: &'static Source, options: &[(&'static str, u32)]) -> Result<Pipeline, KernelError> {
+    pub fn pipeline(
+        &self,
+        source: &'static Source,
+        options: &[(&'static str, u32)],
+    ) -> Result<Arc<Pipeline>, KernelError> {
         let key = (source.name, options.iter().map(|(_, value)| *value).collect());
         if let Some(known) = lock(&self.pipelines).get(&key) {
-            return Ok(known.clone());
+            return Ok(Arc::clone(known));
         }
-        let pipeline = self.compile(source, options)?;
-        lock(&self.pipelines).insert(key, pipeline.clone());
+        let pipeline = Arc::new(self.compile(source, options)?);
+        lock(&self.pipelines).insert(key, Arc::clone(&pipeline));
         Ok(pipeline)
     }
 

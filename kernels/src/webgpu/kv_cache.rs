@@ -4,6 +4,8 @@
 //! Invariant: a head's elements are rounded up to whole groups of four.
 //! Not here: which block belongs to whom (no kernel knows).
 
+use std::sync::Arc;
+
 use lockstep_formats::Dtype;
 use wgpu::Buffer;
 
@@ -21,7 +23,7 @@ pub struct WebGpuKvCache {
     /// Blocks of a part.
     part_blocks: usize,
     /// Keys and values of each part.
-    layers: Vec<Vec<[Buffer; 2]>>,
+    layers: Vec<Vec<[Arc<Buffer>; 2]>>,
 }
 
 /// Parts of a layer that is too large for one.
@@ -121,8 +123,8 @@ impl WebGpuKvCache {
         let Some(buffers) = parts.and_then(|parts| parts.get(block / self.part_blocks)) else { return Ok(None) };
         let row_bytes = self.head_groups() * 4 * self.dtype.element_bytes();
         let at = ((block % self.part_blocks * num_key_value_heads + head) * block_size + place) * row_bytes;
-        let mut read = |buffer: &Buffer| {
-            let binding = Binding { buffer: buffer.clone(), offset: at as u64, num_bytes: row_bytes as u64 };
+        let mut read = |buffer: &Arc<Buffer>| {
+            let binding = Binding { buffer: Arc::clone(buffer), offset: at as u64, num_bytes: row_bytes as u64 };
             let bytes: Vec<u8> = commands.read(&binding)?;
             let halves = || bytes.as_chunks::<2>().0.iter().copied();
             Ok::<_, KernelError>(match self.dtype {

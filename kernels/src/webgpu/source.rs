@@ -19,12 +19,13 @@ pub struct Source {
 pub type Options = Vec<(&'static str, u32)>;
 
 /// Files that others include.
-pub(super) const INCLUDES: [(&str, &str); 10] = [
+pub(super) const INCLUDES: [(&str, &str); 11] = [
     ("activations", include_str!("../../wgsl/include/activations.wgsl")),
     ("attention", include_str!("../../wgsl/include/attention.wgsl")),
     ("batch", include_str!("../../wgsl/include/batch.wgsl")),
     ("cached", include_str!("../../wgsl/include/cached.wgsl")),
     ("kv_cache", include_str!("../../wgsl/include/kv_cache.wgsl")),
+    ("matvec", include_str!("../../wgsl/include/matvec.wgsl")),
     ("matrices", include_str!("../../wgsl/include/matrices.wgsl")),
     ("params", include_str!("../../wgsl/include/params.wgsl")),
     ("quantize", include_str!("../../wgsl/include/quantize.wgsl")),

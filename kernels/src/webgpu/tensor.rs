@@ -3,7 +3,10 @@
 //! Invariant: the f32 rows are always there; blocks are read only if they were made from the rows that are there now.
 //! Once a matmul has asked for blocks, a producer that can makes them in its own dispatch.
 
-use std::cell::{Cell, RefCell};
+use std::{
+    cell::{Cell, RefCell},
+    sync::Arc,
+};
 
 use wgpu::Buffer;
 
@@ -15,7 +18,7 @@ use crate::{KernelError, quant::ACTIVATION_BLOCK};
 pub struct WebGpuTensor {
     max_tokens: usize,
     width: usize,
-    values: Buffer,
+    values: Arc<Buffer>,
     blocks: RefCell<Option<Blocks>>,
     /// Rows whose blocks are those of the present values.
     num_current: Cell<usize>,

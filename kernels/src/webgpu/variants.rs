@@ -15,6 +15,11 @@ use crate::{ops::RopeStyle, quant::ACTIVATION_BLOCK};
 /// A source with the options of one variant, but for those of the adapter: `SUBGROUPS` and `IMMEDIATES`.
 pub type Variant = (&'static Source, Options);
 
+/// Whether a variant is for adapters with subgroups alone.
+pub fn needs_subgroups(options: &[(&str, u32)]) -> bool {
+    options.contains(&("COOPERATIVE", 1)) || options.contains(&("SUBGROUP_TEAMS", 1))
+}
+
 /// All variants. Heads are of the sizes 33 to 512, groups of up to eight heads.
 pub fn all() -> Vec<Variant> {
     let mut variants = elementwise_variants();
@@ -50,6 +55,10 @@ fn matmul_variants() -> Vec<Variant> {
         let (matvec, table) =
             if is_plain { (&matmul::MATVEC_PLAIN, &embed::EMBED_PLAIN) } else { (&matmul::MATVEC, &embed::EMBED) };
         variants.push((table, embed::embed_options(format)));
+        if !is_plain {
+            let options = |num_tokens| matmul::matvec_blocks_options(format, num_tokens, Target::SwiGlu);
+            variants.extend([1, 2, 4, 8].map(|num_tokens| (&matmul::MATVEC_BLOCKS, options(num_tokens))));
+        }
         for target in Target::ALL {
             for num_tokens in [1, 2, 4, 8] {
                 for shape in Shape::ALL {

@@ -1,5 +1,6 @@
 //! The fused matmul on WebGPU: quantized weights times 8-bit activations, plain weights times f32.
-//! For: [`WebGpuDevice`](super::WebGpuDevice). Device code: `wgsl/matvec.wgsl`, `batch.wgsl`, `matvec_plain.wgsl`.
+//! For: [`WebGpuDevice`](super::WebGpuDevice). Device code: `wgsl/matvec.wgsl`, `matvec_blocks.wgsl`, `matvec_plain.wgsl`,
+//! `batch.wgsl`.
 //! Invariant: one dispatch a part; what each computes depends on the layer, the target and the number of tokens alone.
 
 pub mod embed;
@@ -13,13 +14,17 @@ pub use linear::{Format, Part, WebGpuLinear};
 use super::{
     commands::{Binding, Commands},
     elementwise,
+    gpu::Gpu,
     source::{Options, Source},
-    tensor::WebGpuTensor,
+    tensor::{Blocks, WebGpuTensor},
 };
 use crate::{KernelError, ops::matmul::shape, quant::ACTIVATION_BLOCK};
 
 /// Few tokens.
 pub static MATVEC: Source = Source { name: "matvec.wgsl", text: include_str!("../../../wgsl/matvec.wgsl") };
+/// Few tokens, with the products as 8-bit blocks as well.
+pub static MATVEC_BLOCKS: Source =
+    Source { name: "matvec_blocks.wgsl", text: include_str!("../../../wgsl/matvec_blocks.wgsl") };
 /// Weights that are not quantized.
 pub static MATVEC_PLAIN: Source =
     Source { name: "matvec_plain.wgsl", text: include_str!("../../../wgsl/matvec_plain.wgsl") };
@@ -31,6 +36,8 @@ pub static BATCH_COOPERATIVE: Source =
 
 /// Most tokens of a workgroup of `matvec.wgsl`; more are tiles.
 pub const MAX_MATVEC_TOKENS: usize = 8;
+/// Storage buffers that `matvec_blocks.wgsl` binds.
+const BLOCKS_BUFFERS: u32 = 9;
 /// Rows and tokens of a tile of `batch.wgsl`, and blocks of a step.
 const TILE: usize = 64;
 const STEP: u32 = 2;
@@ -55,6 +62,9 @@ impl Shape {
         Self { threads: 32, rows: 2 },
         Self::NARROW,
     ];
+
+    /// Of `matvec_blocks.wgsl`, whose subgroups make so many outputs at a time.
+    const BLOCKS: Self = Self { threads: 256, rows: 2 };
 
     /// Where a processor computes four threads at once and every wait for more of them costs.
     pub const NARROW: Self = Self { threads: 4, rows: 8 };
@@ -102,6 +112,13 @@ pub fn matvec_options(format: Format, shape: Shape, num_tokens: usize, target: T
     let mut options = format_options(format);
     options.extend(target.options());
     options.extend([("THREADS", shape.threads), ("ROWS", shape.rows), ("TOKENS", matvec_tokens(num_tokens) as u32)]);
+    options
+}
+
+/// Options of `matvec_blocks.wgsl`.
+pub fn matvec_blocks_options(format: Format, num_tokens: usize, target: Target) -> Options {
+    let mut options = matvec_options(format, Shape::BLOCKS, num_tokens, target);
+    options.push(("SUBGROUP_TEAMS", 1));
     options
 }
 
@@ -170,11 +187,12 @@ pub(super) fn matmul(
         return elementwise::swiglu(commands, num_tokens, &products, output);
     }
     let width = output.width();
-    let output = output.overwrite();
+    let values = output.overwrite();
     for part in weight.parts() {
         let num_outputs = if target == Target::SwiGlu { part.rows / 2 } else { part.rows };
         let part = PartCall { part, num_outputs, columns: weight.columns(), num_tokens, target, width };
-        part.push(commands, input, &output)?;
+        let blocks = if part.can_make_blocks(commands.gpu()) { output.overwrite_blocks(num_tokens) } else { None };
+        part.push(commands, input, &values, blocks)?;
     }
     Ok(())
 }
@@ -191,21 +209,50 @@ struct PartCall<'a> {
 }
 
 impl PartCall<'_> {
-    fn push(&self, commands: &mut Commands, input: &WebGpuTensor, output: &Binding) -> Result<(), KernelError> {
+    /// Whether the outputs can be made as 8-bit blocks in the same dispatch, which only matmuls after SwiGLU ask for: few tokens,
+    /// whole blocks, and subgroups to share the work.
+    fn can_make_blocks(&self, gpu: &Gpu) -> bool {
+        self.target == Target::SwiGlu
+            && matches!(self.part.format, Format::Planes(_))
+            && self.num_tokens <= MAX_MATVEC_TOKENS
+            && self.num_outputs == self.width
+            && self.width.is_multiple_of(ACTIVATION_BLOCK)
+            && gpu.has_subgroups()
+            && gpu.limits().max_storage_buffers_per_shader_stage >= BLOCKS_BUFFERS
+    }
+
+    fn push(
+        &self,
+        commands: &mut Commands,
+        input: &WebGpuTensor,
+        output: &Binding,
+        output_blocks: Option<Blocks>,
+    ) -> Result<(), KernelError> {
         let format = self.part.format;
         let (inner, bindings) = match format {
             Format::Planes(_) => {
                 let blocks = elementwise::blocks(commands, self.num_tokens, input)?;
                 let planes = self.part.planes.iter().cloned();
-                let bindings = planes.chain([blocks.quants, blocks.scales, output.clone()]).collect();
+                let bindings = planes.chain([blocks.quants, blocks.scales, output.clone()]);
+                let made = output_blocks.iter().flat_map(|blocks| [blocks.quants.clone(), blocks.scales.clone()]);
+                let bindings = bindings.chain(made).collect();
                 (self.columns / ACTIVATION_BLOCK, bindings)
             }
             Format::Plain(_) => (self.columns, vec![self.part.planes[0].clone(), input.values(), output.clone()]),
         };
-        let (source, options, grid) = self.launch(commands);
+        let (source, options, grid) = match output_blocks {
+            Some(_) => self.launch_with_blocks(),
+            None => self.launch(commands),
+        };
         let pipeline = commands.gpu().pipeline(source, &options)?;
         let numbers = [self.num_outputs, inner, self.num_tokens, self.width, self.part.first_row];
         commands.dispatch(&pipeline, bindings, &numbers.map(|number| number as u32), grid)
+    }
+
+    fn launch_with_blocks(&self) -> (&'static Source, Options, [usize; 3]) {
+        let [x, y] = elementwise::plane(self.num_outputs / ACTIVATION_BLOCK);
+        let z = self.num_tokens.div_ceil(matvec_tokens(self.num_tokens));
+        (&MATVEC_BLOCKS, matvec_blocks_options(self.part.format, self.num_tokens, self.target), [x, y, z])
     }
 
     fn launch(&self, commands: &Commands) -> (&'static Source, Options, [usize; 3]) {
