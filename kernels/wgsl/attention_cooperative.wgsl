@@ -40,8 +40,8 @@ var<workgroup> scores: array<f32, TEAMS * KEYS * SCORE_STRIDE>;
 var<workgroup> weights: array<Half, ROWS * WEIGHT_STRIDE * UNIT>;
 // Of each row: one over the sum of its weights.
 var<workgroup> factors: array<f32, ROWS>;
-// Whether a base was raised. All that is here takes multiples of 16 bytes, at which matrices have to begin.
-var<workgroup> is_raised: vec4<u32>;
+// The first one: whether a base was raised. All that is here takes multiples of 16 bytes, at which matrices have to begin.
+var<workgroup> is_raised: array<atomic<u32>, 4>;
 
 fn narrow(elements: vec4<f32>) -> vec4<f16> {
     return vec4<f16>(clamp(elements, vec4<f32>(-65504.0), vec4<f32>(65504.0)));
@@ -200,7 +200,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     var is_first = true;
     for (var first = item.first_key; first < item.end_key; first += KEYS) {
         copy_keys(item, heads.key_value_head, thread, first);
-        if (thread == 0u) { is_raised = vec4<u32>(0u); }
+        if (thread == 0u) { atomicStore(&is_raised[0], 0u); }
         workgroupBarrier();
 #repeat n KEY_TILES
         {
@@ -239,7 +239,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         if (highest > base + THRESHOLD || first == item.first_key) {
             correction = exp2(max(base - highest, -200.0));
             base = highest;
-            if (first != item.first_key) { is_raised = vec4<u32>(1u); }
+            if (first != item.first_key) { atomicStore(&is_raised[0], 1u); }
         }
         total *= correction;
 #repeat c LANE_GROUPS
@@ -250,7 +250,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
             put_row(row * WEIGHT_STRIDE + sharer + $cu * SHARERS, group_weights);
         }
 #end
-        if (workgroupUniformLoad(&is_raised).x != 0u) {
+        workgroupBarrier();
+        if (atomicLoad(&is_raised[0]) != 0u) {
             if (sharer == 0u) { factors[row] = correction; }
 #repeat j HEAD_TILES
 #repeat i ROW_TILES

@@ -110,7 +110,7 @@ pub struct MatrixShape {
     pub edge: u32,
     /// Subgroups, of 16 rows each.
     pub teams: u32,
-    /// Keys of a tile.
+    /// Keys of a tile: 32, or a multiple.
     pub keys: u32,
 }
 

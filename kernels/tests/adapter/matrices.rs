@@ -38,12 +38,13 @@ fn rewrite(text: &str) -> String {
     output
 }
 
-/// The arrays of workgroup memory, each with whether its elements are vectors of four.
+/// The arrays of numbers in workgroup memory, each with whether its elements are vectors of four.
 fn arrays(text: &str) -> Vec<(String, bool)> {
     let is_small = text.contains("const EDGE = 8u;");
     let array = |line: &str| {
         let (name, rest) = line.strip_prefix("var<workgroup> ")?.split_once(": array<")?;
-        Some((name.to_owned(), rest.starts_with("Half,") && !is_small))
+        let is_half = rest.starts_with("Half,");
+        (is_half || rest.starts_with("f32,")).then(|| (name.to_owned(), is_half && !is_small))
     };
     text.lines().filter_map(array).collect()
 }
