@@ -53,7 +53,7 @@ class Releases(unittest.TestCase):
         values = chart.merged(chart.values_of("tensor-2x8"), {"worker": {"replicas": 5}})
         self.install(values)
         scaled = {"autoscaling": {"enabled": True, "kind": "hpa", "minReplicas": 2, "maxReplicas": 9}}
-        grown = chart.merged(values, {"coordinator": scaled, "worker": scaled})
+        grown = chart.merged(values, {"coordinator": {**scaled, "config": {"policy": "tensor=8"}}, "worker": scaled})
         self.upgrade(grown)
         self.assertEqual((self.spec(COORDINATOR)["replicas"], self.spec(WORKER)["replicas"]), (3, 5))
         # As the scaler then decides.
