@@ -26,6 +26,8 @@ pub struct DeviceInfo {
     pub name: String,
     /// Memory that weights, KV blocks and activations may use.
     pub memory_bytes: u64,
+    /// What is free of the machine's memory, if that is where it takes its own, as other devices do.
+    pub host_memory_bytes: Option<u64>,
     /// Sustained memory read bandwidth (measured briefly at start).
     pub memory_bytes_per_second: f64,
     /// Sustained rate of quantized matmul, two operations per multiply-add (measured briefly at start).

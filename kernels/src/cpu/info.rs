@@ -26,17 +26,30 @@ pub(super) fn processor_name() -> String {
 
 /// Memory that is free now, within the limit of the control group if there is one.
 pub fn available_memory_bytes() -> u64 {
-    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let kibibytes = meminfo
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:")?.split_whitespace().next()?.parse::<u64>().ok());
-    let free = kibibytes.map_or(FALLBACK_MEMORY_BYTES, |kibibytes| kibibytes << 10);
+    let free = free_memory_bytes().unwrap_or(FALLBACK_MEMORY_BYTES);
     let number = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
     let limit = |max: &str, used: &str| Some(number(max)?.saturating_sub(number(used)?));
     let group = limit("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current").or_else(|| {
         limit("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
     });
     group.map_or(free, |group| group.min(free))
+}
+
+/// What the machine has free, as far as the system tells.
+#[cfg(any(target_os = "linux", target_family = "wasm"))]
+fn free_memory_bytes() -> Option<u64> {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let kibibytes: u64 =
+        meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.split_whitespace().next()?.parse().ok())?;
+    Some(kibibytes << 10)
+}
+
+/// What the machine has free, as far as the system tells.
+#[cfg(not(any(target_os = "linux", target_family = "wasm")))]
+fn free_memory_bytes() -> Option<u64> {
+    let mut system = sysinfo::System::new();
+    system.refresh_memory_specifics(sysinfo::MemoryRefreshKind::nothing().with_ram());
+    Some(system.available_memory()).filter(|bytes| *bytes > 0)
 }
 
 /// Bytes a second that the whole team reads from memory.

@@ -68,9 +68,11 @@ impl CpuDevice {
     /// # Errors
     /// [`KernelError::Device`] if memory is short.
     pub fn measure(&mut self) -> Result<DeviceInfo, KernelError> {
+        let memory_bytes = info::available_memory_bytes();
         Ok(DeviceInfo {
             name: self.name.clone(),
-            memory_bytes: info::available_memory_bytes(),
+            memory_bytes,
+            host_memory_bytes: Some(memory_bytes),
             memory_bytes_per_second: info::measure_read_bandwidth(&self.team),
             operations_per_second: info::measure_matmul_rate(self)?,
             peer_link: None,

@@ -67,6 +67,7 @@ impl Gpu {
         Ok(DeviceInfo {
             name: self.device_name(),
             memory_bytes: (free as u64).saturating_sub(RESERVED_BYTES),
+            host_memory_bytes: None,
             memory_bytes_per_second: measure_bandwidth(self)?,
             operations_per_second: measure_matmul_rate(self)?,
             peer_link: probe::peer_link(self.ordinal())?,

@@ -69,6 +69,7 @@ impl WebGpuDevice {
         let gpu: &Arc<Gpu> = self.gpu();
         let is_software = adapter::is_software(&gpu.adapter);
         let memory_bytes = memory_bytes(&gpu.adapter);
+        let is_alone = gpu.adapter.get_info().device_type == DeviceType::DiscreteGpu;
         let abilities = adapter::abilities(&gpu.adapter);
         let memory_bytes = if is_software { memory_bytes } else { memory_bytes.saturating_sub(RESERVED_BYTES) };
         let (rows, columns) = PROBE[usize::from(is_software)];
@@ -93,6 +94,7 @@ impl WebGpuDevice {
         Ok(DeviceInfo {
             name: self.name().to_owned(),
             memory_bytes,
+            host_memory_bytes: (!is_alone).then(available_memory_bytes),
             memory_bytes_per_second: num_bytes as f64 / one,
             operations_per_second: operations / many,
             peer_link: None,

@@ -310,8 +310,8 @@ fn hello(
     let limit = |(name, value): &(String, u64)| v1::DeviceLimit { name: name.clone(), value: *value };
     let memory_limit = config.memory_bytes;
     let device = |info: &DeviceInfo| {
-        // The memory of the machine, which the devices of the processor share; a GPU has its own. What the host's other
-        // workers claim is known to the coordinator only.
+        // The devices of the processor share the machine's memory; a GPU takes its own, or its part of that. What the
+        // host's other workers claim is known to the coordinator only.
         let shared = devices.shared_memory_bytes(info);
         let own = memory_limit.map(|limit| limit / num_devices);
         v1::WorkerDevice {
@@ -322,7 +322,9 @@ fn hello(
                 (None, Some(shared)) => shared / num_devices,
                 (own, None) => own.unwrap_or_else(|| usable_bytes(info.memory_bytes)),
             },
-            host_memory_bytes: shared.map_or(0, |shared| shared.max(memory_limit.unwrap_or(0))),
+            host_memory_bytes: info
+                .host_memory_bytes
+                .map_or(0, |free| usable_bytes(free).max(memory_limit.unwrap_or(0))),
             memory_bytes_per_second: info.memory_bytes_per_second,
             operations_per_second: info.operations_per_second,
             dtype: config.devices.dtype.map_or_else(String::new, |dtype| dtype.to_string()),
@@ -365,6 +367,7 @@ mod tests {
         let info = DeviceInfo {
             name: "cuda:0 test".to_owned(),
             memory_bytes: 100 << 30,
+            host_memory_bytes: None,
             memory_bytes_per_second: 1.0,
             operations_per_second: 1.0,
             peer_link: None,
