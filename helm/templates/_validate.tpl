@@ -50,6 +50,11 @@ Values that no schema can see to be wrong together: each is refused with the nam
 {{- fail "model.path without model.uri and model.cache.type=persistentVolumeClaim: model.cache.existingClaim must name the claim that holds the file" -}}
 {{- end -}}
 {{- end -}}
+{{- range $key, $type := dict "existingClaim" "persistentVolumeClaim" "sizeLimit" "emptyDir" -}}
+{{- if and (get $cache $key) (ne $cache.type $type) -}}
+{{- fail (printf "model.cache.%s=%s and model.cache.type=%s: only %s has one" $key (get $cache $key) $cache.type $type) -}}
+{{- end -}}
+{{- end -}}
 {{- if regexMatch "^https?://[^/]*@|[?&]([Xx]-(Amz|Goog)-Signature|Signature|sig)=" $model.uri -}}
 {{- fail "model.uri: holds a password or a signature, which all who see the pods could read: model.environmentSecrets or serviceAccount.annotations give access" -}}
 {{- end -}}
@@ -103,6 +108,9 @@ Values that no schema can see to be wrong together: each is refused with the nam
 {{- fail "tls.cluster.mode and tls.clients.mode: both are needed, or insecure=true for a network that you trust" -}}
 {{- end -}}
 {{- with .Values.tls.clients -}}
+{{- if and (eq .mode "none") (or .dnsNames .serverName .checkSecretName) -}}
+{{- fail (printf "tls.clients.%s and tls.clients.mode=none: clients are spoken to in clear text" (ternary "dnsNames" (ternary "serverName" "checkSecretName" (ne .serverName "")) (gt (len .dnsNames) 0))) -}}
+{{- end -}}
 {{- if and .clientCa.secretName (or (eq .mode "none") (not .checkSecretName)) -}}
 {{- fail "tls.clients.clientCa: needs certificates (tls.clients.mode) and tls.clients.checkSecretName" -}}
 {{- end -}}
@@ -172,6 +180,9 @@ Values that no schema can see to be wrong together: each is refused with the nam
 {{- end -}}
 {{- if and $pool.hostNetwork $.Values.networkPolicy.enabled (not $.Values.networkPolicy.nodes) -}}
 {{- fail (printf "%s.hostNetwork=true and networkPolicy.enabled=true: such pods have their nodes' addresses, which no selector of pods matches: networkPolicy.nodes must name them" $where) -}}
+{{- end -}}
+{{- if and (eq $pool.update.strategy "OnDelete") (int $pool.update.partition) -}}
+{{- fail (printf "%s.update.strategy=OnDelete and %s.update.partition=%d: pods are replaced when somebody deletes them" $where $where (int $pool.update.partition)) -}}
 {{- end -}}
 {{- include "lockstep.validateResources" (dict "where" $where "resources" $pool.resources) -}}
 {{- include "lockstep.validateVolumes" (dict "where" $where "pool" $pool) -}}
