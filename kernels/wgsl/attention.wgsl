@@ -11,8 +11,8 @@
 // queries and key are rotated here, and key and value stored by the first chunk whose range ends with them. Nobody reads that
 // place of the cache in this dispatch.
 //
-// Options: those of `attention`; THREADS (at least a quarter of the head), KEYS (of a tile), GROUP, TOKENS (of an item, at
-// most).
+// Options: those of `attention`; THREADS (at least a quarter of the head), KEYS (of a tile), COPIES (groups of its keys for each
+// thread, rounded up), GROUP, TOKENS (of an item, at most).
 
 #include attention
 #if QUANTIZE
@@ -27,8 +27,7 @@ const STRIDE = GROUPS + 1u - GROUPS % 2u;
 // A share of the threads has one for each group of elements; it sums the values for so many rows.
 const SHARES = THREADS / GROUPS;
 const SHARE_ROWS = (ROWS + SHARES - 1u) / SHARES;
-// Groups of keys that a thread copies, and scores that it makes.
-const COPIES = (KEYS * GROUPS + THREADS - 1u) / THREADS;
+// Scores that a thread makes.
 const SCORES = (ROWS * KEYS + THREADS - 1u) / THREADS;
 
 var<workgroup> queries: array<vec4<f32>, ROWS * GROUPS>;
@@ -45,43 +44,54 @@ var<workgroup> corrections: array<f32, ROWS>;
 var<workgroup> fresh: array<Stored, 2u * GROUPS>;
 #endif
 
-// Groups of keys and values on their way to workgroup memory.
-struct Copies { keys: array<Stored, COPIES>, values: array<Stored, COPIES> }
+// Groups of keys and values on their way to workgroup memory. They have names, not places in an array, so that all are under
+// way at the same time in registers.
+struct Copies {
+#repeat i COPIES
+    key_$i: Stored, value_$i: Stored,
+#end
+}
 
 fn fetch(item: Item, head: u32, tile: u32, thread: u32) -> Copies {
     var copies: Copies;
-    for (var i = 0u; i < COPIES; i++) {
-        let index = thread + i * THREADS;
-        let key = tile + index / GROUPS;
-        var is_there = index < KEYS * GROUPS && key < item.end_key;
+    // Keys that are in the cache.
+    var end = item.end_key;
 #if STORES
-        is_there = is_there && key < item.position;
+    end = min(end, item.position);
 #endif
-        if (is_there) {
+#repeat i COPIES
+    {
+        let index = thread + $iu * THREADS;
+        let key = tile + index / GROUPS;
+        if (index < KEYS * GROUPS && key < end) {
             let at = key_at(item, head, key);
-            copies.keys[i] = load_key(at.x + index % GROUPS, at.y);
-            copies.values[i] = load_value(at.x + index % GROUPS, at.y);
+            copies.key_$i = load_key(at.x + index % GROUPS, at.y);
+            copies.value_$i = load_value(at.x + index % GROUPS, at.y);
         }
     }
+#end
     return copies;
 }
 
 fn keep(item: Item, copies: Copies, tile: u32, thread: u32) {
-    for (var i = 0u; i < COPIES; i++) {
-        let index = thread + i * THREADS;
-        if (index >= KEYS * GROUPS) { continue; }
-        let group = index % GROUPS;
-        var key = copies.keys[i];
-        var value = copies.values[i];
+#repeat i COPIES
+    keep_group(item, copies.key_$i, copies.value_$i, tile, thread + $iu * THREADS);
+#end
+}
+
+fn keep_group(item: Item, cached_key: Stored, cached_value: Stored, tile: u32, index: u32) {
+    if (index >= KEYS * GROUPS) { return; }
+    let group = index % GROUPS;
+    var key = cached_key;
+    var value = cached_value;
 #if STORES
-        if (tile + index / GROUPS == item.position) {
-            key = fresh[group];
-            value = fresh[GROUPS + group];
-        }
-#endif
-        tile_keys[index / GROUPS * STRIDE + group] = key;
-        tile_values[index] = value;
+    if (tile + index / GROUPS == item.position) {
+        key = fresh[group];
+        value = fresh[GROUPS + group];
     }
+#endif
+    tile_keys[index / GROUPS * STRIDE + group] = key;
+    tile_values[index] = value;
 }
 
 // A group of four elements of the head that begins at `start`, zeros past its end.

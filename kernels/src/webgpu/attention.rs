@@ -252,6 +252,7 @@ impl Variant {
                 ("F16", is_native),
                 ("THREADS", THREADS),
                 ("KEYS", tile_keys(dtype, head_dim) as u32),
+                ("COPIES", (tile_keys(dtype, head_dim) * head_dim.div_ceil(4)).div_ceil(THREADS as usize) as u32),
                 ("TOKENS", work.tokens(head_dim, group_size) as u32),
             ]),
         }
