@@ -17,7 +17,7 @@ use lockstep_tests::{
     Client, Cluster, Layout,
     client::{greedy, tokens},
     environment,
-    process::lockstep,
+    process::{PATIENCE, lockstep},
     tenants,
 };
 use tempfile::TempDir;
@@ -28,6 +28,8 @@ const NUM_TENANTS: usize = 16;
 const NUM_PLACES: usize = 16;
 /// A tenant's tokens, divided by its weight, from the mean of all.
 const SHARE_TOLERANCE: f64 = 0.15;
+/// What that mean is to be, however slow the machine: many times a prompt, whose tokens count all at once.
+const SHARE_TOKENS: usize = 200;
 
 /// Weights are 1, 2, 1, 4, and again.
 fn weight(index: usize) -> usize {
@@ -111,14 +113,14 @@ async fn decode_rate(clients: &[Client], num_tokens: u32) -> f64 {
     f64::from(u32::try_from(count).unwrap()) / (last.unwrap() - first.unwrap()).as_secs_f64()
 }
 
-/// Every tenant keeps a queue, of different lengths and kinds of requests; tokens of each in so long.
-async fn tokens_of_each(clients: &[Client], time: Duration) -> Vec<usize> {
+/// Every tenant keeps a queue, of different lengths and kinds of requests; tokens of each in the same time.
+async fn tokens_of_each(clients: &[Client]) -> Vec<usize> {
     let counts: Vec<_> = (0..clients.len()).map(|_| Arc::new(AtomicUsize::new(0))).collect();
     let mut queues = Vec::new();
     for (index, client) in clients.iter().enumerate() {
         for _ in 0..[4, 6, 8, 12][index % 4] {
             let (client, count) = (client.clone(), Arc::clone(&counts[index]));
-            let num_prompt_tokens = 4 + index * 2;
+            let num_prompt_tokens = 4 + index;
             queues.push(tokio::spawn(async move {
                 loop {
                     let mut is_first = true;
@@ -134,11 +136,16 @@ async fn tokens_of_each(clients: &[Client], time: Duration) -> Vec<usize> {
     }
     tokio::time::sleep(Duration::from_secs(1)).await;
     let read = || counts.iter().map(|count| count.load(Ordering::Relaxed)).collect::<Vec<_>>();
-    let before = read();
-    tokio::time::sleep(time).await;
-    let after = read();
+    let (before, begin) = (read(), Instant::now());
+    let least = SHARE_TOKENS * (0..clients.len()).map(weight).sum::<usize>();
+    let mut counted: Vec<usize> = Vec::new();
+    while counted.iter().sum::<usize>() < least {
+        assert!(begin.elapsed() < PATIENCE, "{counted:?} of {least} tokens");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        counted = read().iter().zip(&before).map(|(now, before)| now - before).collect();
+    }
     queues.iter().for_each(tokio::task::JoinHandle::abort);
-    after.iter().zip(before).map(|(after, before)| after - before).collect()
+    counted
 }
 
 /// Rates, shares and first tokens.
@@ -156,7 +163,7 @@ async fn check(layout: Layout, model: &Path, load: &Load) {
     }
     println!("one tenant decodes {one:.0} tokens/s, sixteen {all:.0}: {:.1} times", all / one);
 
-    let num_tokens = tokens_of_each(&clients, Duration::from_secs(5)).await;
+    let num_tokens = tokens_of_each(&clients).await;
     let shares: Vec<f64> =
         num_tokens.iter().enumerate().map(|(index, &count)| count as f64 / weight(index) as f64).collect();
     let mean = shares.iter().sum::<f64>() / shares.len() as f64;
