@@ -95,7 +95,7 @@ async fn each_of_two_ranks_takes_half_of_a_small_model() {
 #[tokio::test(flavor = "multi_thread")]
 async fn each_of_two_ranks_takes_half_of_a_larger_model() {
     let folder = tempfile::TempDir::new().unwrap();
-    let model = synthesize(folder.path(), 20).await.unwrap();
+    let model = synthesize(folder.path(), 24).await.unwrap();
     let (ranks, _) = measure(&model).await;
     for (rank, memory) in ranks.into_iter().enumerate() {
         check_half(&format!("rank {rank}"), memory.resident, &model, 0);
