@@ -1,10 +1,7 @@
 //! Plans put into force: replicas made of a plan, and loaded once the plan is agreed.
 //! Invariant: a replica is loaded when the agreed plan has it, and its parts are named by an epoch that was never used.
 
-use std::{
-    sync::Arc,
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::sync::Arc;
 
 use lockstep_proto::v1;
 use lockstep_sharding::{Explanation, ShardPlan, Topology};
@@ -12,6 +9,7 @@ use rand::RngCore;
 use tokio::time::Instant;
 
 use super::{
+    ledger::next_epoch,
     reconciler::{Event, Reconciler},
     topology, worker_calls,
 };
@@ -108,10 +106,4 @@ impl Reconciler {
 fn free_indices(replicas: &[Arc<Replica>], count: usize) -> Vec<usize> {
     let is_taken = |index: &usize| replicas.iter().any(|replica| replica.is_live() && replica.index == *index);
     (0..).filter(|index| !is_taken(index)).take(count).collect()
-}
-
-/// Above every number of this process and, by the clock, of earlier ones.
-pub(super) fn next_epoch(last: u64) -> u64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_millis() as u64);
-    now.max(last + 1)
 }

@@ -5,7 +5,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
-    time::Duration,
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use futures::future::BoxFuture;
@@ -13,7 +13,6 @@ use lockstep_proto::v1;
 use tokio::{sync::watch, time::Instant};
 
 use super::{
-    deploy::next_epoch,
     desired::{desired_model, spec_of},
     model_state::ModelState,
     unloads::Part,
@@ -221,6 +220,12 @@ pub fn members(planned: &v1::PlannedReplica) -> Vec<Member> {
 /// Whether only a newer version of this program can read it.
 fn is_foreign(model: &v1::DesiredModel) -> bool {
     spec_of(model).is_none()
+}
+
+/// Above every number of this process and, by the clock, of earlier ones.
+pub(super) fn next_epoch(last: u64) -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_millis() as u64);
+    now.max(last + 1)
 }
 
 /// A model as it is kept. The plan stands there once, not again in each replica that was made of it.

@@ -10,7 +10,8 @@ use serde::{
     de::{Error, SeqAccess, Visitor},
 };
 
-use super::request::MAX_CHOICES;
+/// Most choices of a request: prompts times `n`.
+pub const MAX_CHOICES: usize = 128;
 
 /// The prompts of one request, in their order.
 #[derive(Debug, PartialEq)]

@@ -12,14 +12,18 @@ use lockstep_proto::{
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 
-use super::{error::ApiError, messages::Message, prompt::Prompts, texts::Texts, unserved::FirstUnserved};
+use super::{
+    error::ApiError,
+    messages::Message,
+    prompt::{MAX_CHOICES, Prompts},
+    texts::Texts,
+    unserved::FirstUnserved,
+};
 
 /// A client's deadline for the whole answer, milliseconds.
 const REQUEST_TIMEOUT: &str = "x-request-timeout-ms";
 /// A client's name for a request, the same when it tries again.
 const IDEMPOTENCY_KEY: &str = "idempotency-key";
-/// Most choices of a request: prompts times `n`.
-pub const MAX_CHOICES: usize = 128;
 
 /// What both endpoints read; each takes its own input and `logprobs`.
 #[derive(Debug, Deserialize)]
