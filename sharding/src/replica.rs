@@ -160,14 +160,14 @@ impl Problem<'_> {
                 if possible >= blocks.least {
                     continue;
                 }
-                let kv_bytes = block_bytes * blocks.least as u64;
+                let kv_bytes = block_bytes.saturating_mul(blocks.least as u64);
                 let ratio = device.memory_bytes.saturating_sub(rank.activation_bytes) as f64
-                    / (rank.weight_bytes + kv_bytes).max(1) as f64;
+                    / rank.weight_bytes.saturating_add(kv_bytes).max(1) as f64;
                 overfull.push((stage_index, index, ratio));
                 let error = PlanError::Memory {
                     device: format!("{} ({})", device.label(), device.name),
                     available_bytes: device.memory_bytes,
-                    required_bytes: fixed + kv_bytes,
+                    required_bytes: fixed.saturating_add(kv_bytes),
                     weight_bytes: rank.weight_bytes,
                     num_kv_blocks: blocks.least,
                     kv_bytes,
@@ -233,9 +233,11 @@ impl Problem<'_> {
             };
             let (mut stage_single, mut stage_full): (f64, f64) = (0.0, 0.0);
             for (index, rank) in stage.ranks.iter_mut().enumerate() {
-                let decode = self.step_time(&position, &links, rank, single);
-                let full = self.step_time(&position, &links, rank, cost::decode_batch(batch_sequences));
-                let prefill = self.step_time(&position, &links, rank, cost::prefill_batch(self.options));
+                let weights = WeightUse::of(self.shape, &position, rank);
+                let step_time = |batch| self.step_time(&links, rank, &weights, batch);
+                let decode = step_time(single);
+                let full = step_time(cost::decode_batch(batch_sequences));
+                let prefill = step_time(cost::prefill_batch(self.options));
                 rank.decode_step_ms = decode.total() * 1e3;
                 rank.prefill_step_ms = prefill.total() * 1e3;
                 rank.bound_by = self.reason(group, rank, is_bounded(stage_index, index), &decode);
@@ -248,14 +250,12 @@ impl Problem<'_> {
         Replica { plan, decode_seconds, full_tokens_per_second: batch_sequences as f64 / slowest }
     }
 
-    fn step_time(&self, position: &StagePosition, links: &StageLinks, rank: &RankPlan, batch: Batch) -> StepTime {
-        let weights = WeightUse::of(self.shape, position, rank);
-        let num_layers = position.layers.len();
-        let kv_bytes = kv_token_bytes(self.shape, rank.dtype, num_layers, rank.key_value_heads.len());
+    fn step_time(&self, links: &StageLinks, rank: &RankPlan, weights: &WeightUse, batch: Batch) -> StepTime {
+        let kv_bytes = kv_token_bytes(self.shape, rank.dtype, links.num_layers, rank.key_value_heads.len());
         let device = &self.topology.devices[rank.device];
         StepTime {
             communication: cost::communication_time(self.shape, links, batch),
-            ..cost::device_time(device, &weights, (num_layers, kv_bytes), batch)
+            ..cost::device_time(device, weights, (links.num_layers, kv_bytes), batch)
         }
     }
 

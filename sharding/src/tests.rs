@@ -148,6 +148,10 @@ fn a_plan_that_does_not_fit_is_refused_with_numbers() {
     let PlanError::Memory { available_bytes, required_bytes, num_kv_blocks, .. } = error else { panic!("{error}") };
     assert_eq!((available_bytes, num_kv_blocks), (150 << 20, 256));
     assert!(required_bytes > available_bytes);
+    // Nor is one that would take more bytes than can be counted.
+    let options = PlanOptions { num_kv_blocks: Some(1 << 30), block_size: 1 << 30, ..PlanOptions::default() };
+    let error = plan(&smollm2(), &small, &"tensor=1".parse().unwrap(), &options).unwrap_err();
+    assert!(matches!(error, PlanError::Memory { kv_bytes: u64::MAX, .. }), "{error}");
     // Without a length asked for, what fits is served.
     let less = cluster(&[260 << 20], &[40e9]);
     let plan = plan(&smollm2(), &less, &Policy::AUTO, &PlanOptions::default()).unwrap();
