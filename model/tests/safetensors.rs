@@ -253,3 +253,13 @@ fn an_index_may_not_lead_out_of_its_folder() {
         assert!(error.contains("weight_map.model.norm.weight") && error.contains("file name"), "{error}");
     }
 }
+
+#[test]
+fn a_file_that_is_no_configuration_takes_no_memory() {
+    let folder = tempfile::tempdir().expect("folder");
+    write_folder(folder.path(), &config());
+    let sparse = fs::File::create(folder.path().join("config.json")).expect("config");
+    sparse.set_len(1 << 43).expect("length");
+    let error = Checkpoint::open(folder.path()).expect_err("8 TiB").to_string();
+    assert!(error.contains("config.json") && error.contains("expected at most"), "{error}");
+}

@@ -9,6 +9,9 @@ use serde_json::{Map, Value};
 
 use crate::{ModelError, positioned_file::PositionedFile};
 
+/// Largest file beside the weights: tokenizers take tens of megabytes.
+const MAX_BYTES: u64 = 256 << 20;
+
 /// An object, and where it stands.
 #[derive(Clone, Debug)]
 pub(super) struct JsonObject {
@@ -18,15 +21,15 @@ pub(super) struct JsonObject {
     values: Map<String, Value>,
 }
 
-/// All bytes of a file.
+/// All bytes of a file; more than a tokenizer takes are refused before memory is asked for.
 pub(super) fn read_whole(path: &Path) -> Result<Vec<u8>, ModelError> {
     let file = PositionedFile::open(path)?;
-    let too_large = |_| ModelError::Invalid {
-        path: path.to_owned(),
-        field: "size".into(),
-        problem: format!("{} bytes are more than this machine can address", file.num_bytes()),
-    };
-    let mut bytes = vec![0; usize::try_from(file.num_bytes()).map_err(too_large)?];
+    let num_bytes = file.num_bytes();
+    if num_bytes > MAX_BYTES {
+        let problem = format!("expected at most {MAX_BYTES} bytes, the file has {num_bytes}");
+        return Err(ModelError::Invalid { path: path.to_owned(), field: "size".into(), problem });
+    }
+    let mut bytes = vec![0; num_bytes as usize];
     file.read_exact_at(&mut bytes, 0, "the whole file")?;
     Ok(bytes)
 }
