@@ -3,10 +3,14 @@
 #[allow(dead_code, reason = "not every test needs tensor cores")]
 pub mod matrices;
 
+use lockstep_formats::Dtype;
 use lockstep_kernels::{
     Device, KernelError,
+    ops::{RopeStyle, RopeTable},
     webgpu::{AdapterId, Backend, WebGpuDevice, WebGpuTensor, adapter, gpu::GpuOptions},
 };
+
+use rand::{Rng, SeedableRng, rngs::StdRng};
 
 /// Set where an adapter with subgroups of so many threads is to be found.
 const SUBGROUP_THREADS: &str = "LOCKSTEP_TEST_SUBGROUP_THREADS";
@@ -63,4 +67,35 @@ pub fn tensor(device: &mut WebGpuDevice, width: usize, values: &[f32]) -> WebGpu
 #[allow(dead_code, reason = "not every test needs tensors")]
 pub fn rows(device: &mut WebGpuDevice, num_tokens: usize, tensor: &mut WebGpuTensor) -> Vec<f32> {
     device.with_host(num_tokens, tensor, |rows| Ok::<_, KernelError>(rows.to_vec())).unwrap()
+}
+
+/// Random numbers of a seed that is printed.
+#[allow(dead_code, reason = "not every test draws its inputs so")]
+pub fn random() -> StdRng {
+    let seed = rand::rng().random();
+    println!("seed {seed}");
+    StdRng::seed_from_u64(seed)
+}
+
+/// Numbers within `size` of zero.
+#[allow(dead_code, reason = "not every test draws its inputs so")]
+pub fn values(random: &mut StdRng, len: usize, size: f32) -> Vec<f32> {
+    (0..len).map(|_| random.random_range(-size..size)).collect()
+}
+
+/// Frequencies as models have them.
+#[allow(dead_code, reason = "not every test draws its inputs so")]
+pub fn table(style: RopeStyle, rotary_dim: usize, magnitude: f32) -> RopeTable {
+    let frequency = |pair: usize| 10_000_f32.powf(-2.0 * pair as f32 / rotary_dim as f32);
+    RopeTable { style, rotary_dim, frequencies: (0..rotary_dim / 2).map(frequency).collect(), magnitude }
+}
+
+/// A value as a cache of that type holds it.
+#[allow(dead_code, reason = "not every test draws its inputs so")]
+pub fn stored(dtype: Dtype, value: f32) -> f32 {
+    match dtype {
+        Dtype::F16 => half::f16::from_f32(value).to_f32(),
+        Dtype::Bf16 => half::bf16::from_f32(value).to_f32(),
+        Dtype::F32 => value,
+    }
 }
