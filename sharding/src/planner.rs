@@ -76,7 +76,7 @@ pub fn plan(
     shape.check()?;
     topology.check()?;
     check_options(options)?;
-    let options = &options.over(topology);
+    let options = &options.over(shape, topology);
     let problem = Problem { shape, topology, options, layer_bytes: LayerBytes::of(shape) };
     let (replicas, reason) = best_replicas(&problem, policy)?;
     finish(shape, options, replicas, reason)

@@ -5,7 +5,7 @@ use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
-use crate::{DeviceSpec, PlanError, Topology};
+use crate::{DeviceSpec, ModelShape, PlanError, Topology};
 
 /// How to cut the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -110,7 +110,8 @@ pub struct PlanOptions {
     pub max_sequence_tokens: Option<usize>,
     /// Most sequences in one step.
     pub max_num_sequences: usize,
-    /// Most tokens in one step; `None`: 2,048 if the cluster has GPUs alone, which multiply long batches faster, else 512.
+    /// Most tokens in one step; `None`: 2,048 if the cluster has GPUs alone, which multiply long batches faster, else 512,
+    /// and fewer where they would keep the slowest device for more than two seconds.
     pub max_step_tokens: Option<usize>,
     /// KV blocks of a replica; `None`: what memory has room for (of a host's memory half, as others use it too), but no
     /// more than `max_num_sequences` of the longest sequences need.
@@ -120,12 +121,21 @@ pub struct PlanOptions {
 /// Tokens in a step of GPUs, and of clusters with processors.
 const GPU_STEP_TOKENS: usize = 2048;
 const STEP_TOKENS: usize = 512;
+/// Those of the slowest clusters: with fewer a step waits for the weights all the same.
+const LEAST_STEP_TOKENS: usize = 64;
+/// Seconds that the products of a step may take: sequences that decode wait for as long, and so do signs of life.
+const STEP_SECONDS: f64 = 2.0;
 
 impl PlanOptions {
-    /// These, with what `topology` decides.
-    pub(crate) fn over(&self, topology: &Topology) -> Self {
+    /// These, with what `shape` and `topology` decide.
+    pub(crate) fn over(&self, shape: &ModelShape, topology: &Topology) -> Self {
         let has_processor = topology.devices.iter().any(DeviceSpec::is_processor);
-        let step_tokens = if has_processor { STEP_TOKENS } else { GPU_STEP_TOKENS };
+        let most = if has_processor { STEP_TOKENS } else { GPU_STEP_TOKENS };
+        let rate = topology.devices.iter().map(|device| device.operations_per_second).fold(f64::INFINITY, f64::min);
+        let in_time = STEP_SECONDS * rate / (2.0 * shape.multiply_adds() as f64);
+        // Measured rates scatter; powers of two seldom do.
+        let in_time = (in_time as usize).checked_ilog2().map_or(0, |log| 1 << log);
+        let step_tokens = in_time.max(LEAST_STEP_TOKENS).max(self.max_num_sequences).min(most);
         Self { max_step_tokens: self.max_step_tokens.or(Some(step_tokens)), ..*self }
     }
 

@@ -94,6 +94,12 @@ impl ModelShape {
         self.tensor(TensorRole::Output, None).is_none()
     }
 
+    /// Multiply-adds of the layers for one token.
+    pub(crate) fn multiply_adds(&self) -> u64 {
+        let of_layers = self.tensors.iter().filter(|tensor| tensor.layer.is_some() && tensor.rows > 1);
+        of_layers.map(|tensor| tensor.rows as u64 * tensor.columns as u64).sum()
+    }
+
     /// The type in which a device holds keys and values, and why: the one it is asked for, if any; else bf16 where the
     /// weights of keys and values are BF16, because their products may lie outside of f16's range, and f16 elsewhere.
     pub fn dtype(&self, asked: Option<Dtype>) -> (Dtype, &'static str) {

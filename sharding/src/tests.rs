@@ -264,6 +264,22 @@ fn steps_are_longer_on_gpus_alone() {
 }
 
 #[test]
+fn steps_are_shorter_on_slow_devices() {
+    let model = shape((4096, 14336, 32), (32, 8, 128), 128_256, GgmlType::Q4_K, false);
+    let step_tokens = |rate: f64, options: PlanOptions| {
+        let mut topology = Topology::parse_devices("2*h200@a").unwrap();
+        topology.devices[1].operations_per_second = rate;
+        plan(&model, &topology, &Policy::AUTO, &options).unwrap().max_step_tokens
+    };
+    // 14 G operations a token: 2,292 tokens in two seconds, 286, 14.
+    let default = PlanOptions::default();
+    assert_eq!([16e12, 2e12, 0.1e12].map(|rate| step_tokens(rate, default)), [2048, 256, 64]);
+    // Every sequence has its token in a step, and who asks for longer steps gets them.
+    assert_eq!(step_tokens(0.1e12, PlanOptions { max_num_sequences: 200, ..default }), 200);
+    assert_eq!(step_tokens(0.1e12, PlanOptions { max_step_tokens: Some(512), ..default }), 512);
+}
+
+#[test]
 fn identical_replicas_share_a_table_and_estimates_are_rounded() {
     let topology = Topology::parse_devices("8*h200@a").unwrap();
     let plan = plan(&smollm2(), &topology, &"tensor=2".parse().unwrap(), &PlanOptions::default()).unwrap();

@@ -99,7 +99,8 @@ struct Settings {
     /// Most sequences in one step [default: 64]
     #[arg(long, env = "LOCKSTEP_MAX_NUM_SEQUENCES", value_name = "N")]
     max_num_sequences: Option<usize>,
-    /// Most tokens in one step [default: 2048 on GPUs alone, 512 where a processor takes part]
+    /// Most tokens in one step [default: 2048 on GPUs alone, 512 where a processor takes part, fewer where they would keep the
+    /// slowest device for more than two seconds]
     #[arg(long, env = "LOCKSTEP_MAX_STEP_TOKENS", value_name = "N")]
     max_step_tokens: Option<usize>,
     /// Tokens in a KV block [default: 32]

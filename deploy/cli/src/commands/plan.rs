@@ -44,7 +44,8 @@ pub struct Args {
     /// Most sequences in one step
     #[arg(long, value_name = "N", default_value_t = PlanOptions::default().max_num_sequences)]
     max_num_sequences: usize,
-    /// Most tokens in one step [default: 2048 on GPUs alone, 512 where a processor takes part]
+    /// Most tokens in one step [default: 2048 on GPUs alone, 512 where a processor takes part, fewer where they would keep the
+    /// slowest device for more than two seconds]
     #[arg(long, value_name = "N")]
     max_step_tokens: Option<usize>,
     /// Tokens in a KV block

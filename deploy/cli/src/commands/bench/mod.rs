@@ -48,7 +48,7 @@ pub struct Args {
     /// Stages of layers, in process
     #[arg(long, value_name = "N", requires = "model", default_value_t = 1)]
     pipeline_parallel: usize,
-    /// Most tokens in one step, in process [default: 2048 on GPUs, 512 on the processor]
+    /// Most tokens in one step, in process [default: 2048 on GPUs, 512 on the processor, fewer on slow ones]
     #[arg(long, value_name = "N", requires = "model")]
     max_step_tokens: Option<usize>,
     /// Share the KV blocks of equal beginnings, in process: on or off
