@@ -155,7 +155,7 @@ impl Problem<'_> {
                 let fixed = rank.weight_bytes + rank.activation_bytes;
                 let possible = device.memory_bytes.saturating_sub(fixed) / block_bytes;
                 let possible = usize::try_from(possible).unwrap_or(usize::MAX);
-                let spared = if device.is_processor() { possible / 2 } else { 0 };
+                let spared = if device.is_processor() { possible.div_ceil(2) } else { 0 };
                 num_blocks = num_blocks.min(possible.min((possible - spared).max(blocks.of_longest).max(blocks.least)));
                 if possible >= blocks.least {
                     continue;
