@@ -1,5 +1,6 @@
-//! Attention of a prompt of an 8B shape on the first Vulkan adapter: by tensor cores in several shapes, without them from caches
-//! read as words and as f16, and as it is written first, with all scores in memory (`naive_attention.wgsl`). Each is compared with the naive one.
+//! Attention of a prompt of an 8B shape on the first Vulkan adapter: without tensor cores from caches
+//! read as words and as f16, with them where the adapter has any, and as it is written first, with all scores in memory
+//! (`naive_attention.wgsl`). Each is compared with the naive one.
 //!
 //!     cargo bench --workspace --features lockstep-kernels/webgpu --bench webgpu_attention [-- TOKENS...]
 #![allow(clippy::unwrap_used, missing_docs, reason = "a failure is what a benchmark reports")]
@@ -13,7 +14,6 @@ use lockstep_kernels::{
     ops::{Attention, AttentionSequence, RopeAndStore, RopeStyle, RopeTable},
     webgpu::{
         AdapterId, Backend, WebGpuDevice, WebGpuTensor,
-        attention::MatrixShape,
         commands::Binding,
         gpu::{GpuOptions, Matrices},
         source::Source,
@@ -145,27 +145,20 @@ fn main() {
     let sizes: Vec<usize> = std::env::args().filter_map(|argument| argument.parse().ok()).collect();
     let device = open(GpuOptions::default());
     println!("{} matrices {:?}", device.name(), device.gpu().matrix_edge());
-    let edge = device.gpu().matrix_edge();
     drop(device);
     let plain = GpuOptions { matrices: Matrices::None, ..GpuOptions::default() };
-    let mut variants = vec![
-        ("tiles, cache as words".to_owned(), GpuOptions { use_f16: false, ..plain }),
-        ("tiles, cache as f16".to_owned(), plain),
+    let variants = [
+        ("tiles, cache as words", GpuOptions { use_f16: false, ..plain }),
+        ("tiles, cache as f16", plain),
+        ("as the adapter suggests", GpuOptions::default()),
     ];
-    for (teams, keys) in [(8, 32), (4, 64), (4, 32)] {
-        if let Some(edge) = edge {
-            let attention_shape = Some(MatrixShape { edge, teams, keys });
-            let name = format!("matrices, {teams} subgroups, {keys} keys");
-            variants.push((name, GpuOptions { attention_shape, ..GpuOptions::default() }));
-        }
-    }
     for num_tokens in if sizes.is_empty() { vec![512, 2048, 4096] } else { sizes } {
         let qkv = values(num_tokens * WIDTH);
         let operations = (2 * num_tokens * num_tokens * HEAD_DIM * HEADS) as f64;
         let (naive, expected) = naive(&qkv, num_tokens);
         println!("{num_tokens} tokens, naive: {:.3} ms, {:.1} TFLOP/s", naive * 1e3, operations / naive / 1e12);
-        for (name, options) in &variants {
-            let (time, rows) = flash(*options, &qkv, num_tokens);
+        for (name, options) in variants {
+            let (time, rows) = flash(options, &qkv, num_tokens);
             let errors = rows.iter().zip(&expected).map(|(got, want)| (got - want).abs());
             let worst =
                 errors.fold(0.0_f32, |worst, error| if error > worst || error.is_nan() { error } else { worst });

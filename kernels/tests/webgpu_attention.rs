@@ -146,7 +146,7 @@ fn shapes() -> Vec<Shape> {
 
 /// f32 rounding; with tensor cores that of queries and keys to f16, by up to 2^-11 of their size, and of each weight.
 fn tolerance(device: &WebGpuDevice, shape: Shape) -> f64 {
-    let has_matrices = device.gpu().options().attention_shape.is_some() && has_matrices(shape.dtype, shape.head_dim);
+    let has_matrices = device.gpu().matrix_edge().is_some() && has_matrices(shape.dtype, shape.head_dim);
     if has_matrices { 4e-3 * f64::from(1.0 + 280.0 * shape.growth) } else { 2e-5 }
 }
 
@@ -282,8 +282,7 @@ fn attention_by_matrices_agrees_with_the_oracle() {
     let mut random = random();
     let cases = [(32, Dtype::Bf16, 0.02), (16, Dtype::F16, 0.02)];
     for (matrix_shape, (head_dim, dtype, growth)) in MatrixShape::ALL.into_iter().zip(cases) {
-        let options = adapter::matrices::stand_in(matrix_shape.edge);
-        let mut device = adapter::open_with(GpuOptions { attention_shape: Some(matrix_shape), ..options });
+        let mut device = adapter::open_with(adapter::matrices::stand_in(matrix_shape.edge));
         let shape = Shape {
             num_heads: 5,
             num_key_value_heads: 2,

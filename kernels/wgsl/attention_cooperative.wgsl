@@ -40,7 +40,8 @@ var<workgroup> scores: array<f32, TEAMS * KEYS * SCORE_STRIDE>;
 var<workgroup> weights: array<Half, ROWS * WEIGHT_STRIDE * UNIT>;
 // Of each row: one over the sum of its weights.
 var<workgroup> factors: array<f32, ROWS>;
-// The first one: whether a base was raised. All that is here takes multiples of 16 bytes, at which matrices have to begin.
+// The first one: whether a base was raised. All that is here takes multiples of 16 bytes: matrices have to begin at such
+// (VK_KHR_cooperative_matrix), and nobody else sees to that.
 var<workgroup> is_raised: array<atomic<u32>, 4>;
 
 fn narrow(elements: vec4<f32>) -> vec4<f16> {

@@ -2,10 +2,6 @@
 //! `attention_cooperative.wgsl`, `attention_combine.wgsl`.
 //! For: [`WebGpuDevice`](super::WebGpuDevice).
 //! Invariant: how a token's keys are cut into ranges depends on its position alone.
-//!
-//! Tensor cores multiply prompts only where [`GpuOptions::attention_shape`](super::gpu::GpuOptions) asks for them, which no
-//! model does: with the matrices of an H200 the results were wrong, with what stands in for them right. The translator
-//! declares Vulkan's memory model for such shaders, and marks neither their accesses nor their barriers as that model wants.
 
 use lockstep_formats::Dtype;
 
@@ -57,7 +53,7 @@ const MAX_TILE_HEAD: usize = 128;
 const TILE_ROWS: usize = 64;
 const TILE_KEYS: usize = 64;
 const TILE_LINES: usize = 8;
-const TILE_VALUES: u32 = 16;
+const TILE_VALUES: u32 = 8;
 /// No partial sums.
 const NONE: u32 = u32::MAX;
 
@@ -120,6 +116,11 @@ impl MatrixShape {
     /// The fastest on an H200, and one that Metal's workgroup memory holds.
     pub const ALL: [Self; 2] = [Self { edge: 16, teams: 8, keys: 32 }, Self { edge: 8, teams: 4, keys: 32 }];
 
+    /// The one for matrices of an edge.
+    fn of_edge(edge: u32) -> Self {
+        if edge == 8 { Self::ALL[1] } else { Self::ALL[0] }
+    }
+
     fn rows(self) -> usize {
         (self.teams * Self::TEAM_ROWS) as usize
     }
@@ -146,9 +147,10 @@ pub enum Work {
 impl Work {
     /// How the prompts of a call are computed.
     fn of_prompts(gpu: &Gpu, call: &Attention<'_>, cache: &WebGpuKvCache) -> Self {
-        let shape = gpu.options().attention_shape;
-        let fits = gpu.matrix_edge().is_some() && has_matrices(cache.dtype(), call.head_dim);
-        shape.filter(|_| fits).map_or(Self::of_plain_prompts(call.head_dim), Self::Matrices)
+        match gpu.matrix_edge() {
+            Some(edge) if has_matrices(cache.dtype(), call.head_dim) => Self::Matrices(MatrixShape::of_edge(edge)),
+            _ => Self::of_plain_prompts(call.head_dim),
+        }
     }
 
     /// How they are without tensor cores.

@@ -19,7 +19,6 @@ use wgpu::{
 #[cfg(not(target_family = "wasm"))]
 use super::kept_pipelines::KeptPipelines;
 use super::{
-    attention::MatrixShape,
     matmul::Shape,
     parameters,
     source::{self, Source},
@@ -56,8 +55,6 @@ pub struct GpuOptions {
     pub use_f16: bool,
     /// Tensor cores.
     pub matrices: Matrices,
-    /// Shape of attention by tensor cores; `None`: it does without.
-    pub attention_shape: Option<MatrixShape>,
     /// Most threads that share a row of a norm.
     pub norm_threads: u32,
     /// Parameters as immediates, where the adapter has them; else they are uniforms.
@@ -72,7 +69,6 @@ impl Default for GpuOptions {
             use_subgroups: true,
             use_f16: true,
             matrices: Matrices::OfAdapter,
-            attention_shape: None,
             norm_threads: 512,
             use_immediates: true,
             max_binding_bytes: u64::MAX,
