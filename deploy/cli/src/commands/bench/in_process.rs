@@ -8,6 +8,7 @@ use std::{
 };
 
 use anyhow::Context;
+use lockstep_kernels::device::DeviceInfo;
 use lockstep_model::Checkpoint;
 use lockstep_sharding::{DeviceSpec, Dtype, Parallelism, PlanOptions, Policy, Topology};
 use lockstep_worker::{
@@ -26,10 +27,8 @@ use super::{
 use crate::{commands::worker::is_on, progress, settings};
 
 const WORKER_ID: &str = "bench";
-/// The planner divides by these; equal devices get equal shares whatever they are.
+/// What does not fit fails when it is loaded.
 const MEMORY_BYTES: u64 = 1 << 40;
-const BYTES_PER_SECOND: f64 = 2e10;
-const OPERATIONS_PER_SECOND: f64 = 2e11;
 
 /// A loaded replica.
 pub struct InProcessTarget {
@@ -56,12 +55,7 @@ impl InProcessTarget {
         expect_to_fit(args, checkpoint.config().max_position_embeddings)?;
         let world_size = args.tensor_parallel * args.pipeline_parallel;
         let devices = devices(args, world_size)?;
-        let kind = match devices.selection() {
-            DeviceSelection::Cpu => "cpu".to_owned(),
-            DeviceSelection::WebGpu(_) => devices.selection().to_string(),
-            _ => "cuda".to_owned(),
-        };
-        let topology = topology(world_size, &kind, args.devices.dtype()?);
+        let topology = topology(world_size, &devices.infos()?, args.devices.dtype()?);
         let policy = Policy {
             parallelism: Parallelism::Fixed {
                 tensor_parallel_size: args.tensor_parallel,
@@ -179,15 +173,17 @@ fn devices(args: &Args, world_size: usize) -> anyhow::Result<LocalDevices> {
     Ok(devices)
 }
 
-fn topology(num_devices: usize, kind: &str, dtype: Option<Dtype>) -> Topology {
+/// As many devices as ranks, all as fast as the slowest: measurements scatter, and equal devices have equal parts.
+fn topology(num_devices: usize, infos: &[DeviceInfo], dtype: Option<Dtype>) -> Topology {
+    let slowest = |rate: fn(&DeviceInfo) -> f64| infos.iter().map(rate).fold(f64::INFINITY, f64::min);
     let device = |local_rank| DeviceSpec {
         worker_id: String::from(WORKER_ID),
         local_rank,
         host: String::from(WORKER_ID),
-        name: String::from(kind),
+        name: infos.first().map(|info| info.name.clone()).unwrap_or_default(),
         memory_bytes: MEMORY_BYTES,
-        memory_bytes_per_second: BYTES_PER_SECOND,
-        operations_per_second: OPERATIONS_PER_SECOND,
+        memory_bytes_per_second: slowest(|info| info.memory_bytes_per_second),
+        operations_per_second: slowest(|info| info.operations_per_second),
         dtype,
         peer_link: None,
     };
