@@ -27,6 +27,8 @@ const INPUT_BYTES: usize = 1 << 20;
 const ALIGNMENT: usize = 256;
 /// Dispatches below which a list is encoded when it is submitted.
 const LEAST_PREPARED: usize = 16;
+/// Dispatches that keep a GPU busy while the host describes the rest of a step: of 12, an H200 was done before that.
+const HEAD_START: usize = 24;
 /// Rows of parameters that there are at least.
 const MIN_PARAMETER_ROWS: usize = 512;
 /// Bind groups that are kept.
@@ -58,12 +60,13 @@ struct Dispatch {
     grid: [u32; 3],
 }
 
-/// A list of dispatches that came twice, encoded once more while the GPU executes it: most decode steps are such lists,
-/// which differ in their inputs alone.
-struct Prepared {
+/// A list of dispatches that was submitted last at its place in a step, encoded once more if it came twice, while the GPU
+/// executes it: most decode steps are the lists of the step before, with other inputs.
+struct Known {
     dispatches: Vec<Dispatch>,
     copy: Option<Copy>,
-    commands: CommandBuffer,
+    comes_again: bool,
+    commands: Option<CommandBuffer>,
 }
 
 /// What is read back after the dispatches.
@@ -95,13 +98,13 @@ impl Inputs {
 pub struct Commands {
     gpu: Arc<Gpu>,
     waiting: Vec<Dispatch>,
-    /// What was submitted last.
-    last: Vec<Dispatch>,
-    prepared: Option<Prepared>,
+    /// What gave the GPU a head start of the last step, and what was submitted last of it.
+    known: [Option<Known>; 2],
     bind_groups: HashMap<(Arc<Pipeline>, Vec<Binding>), Arc<BindGroup>, RandomState>,
     /// Inputs of the open step, or since the last submission; the last one takes more.
     inputs: Vec<Inputs>,
     is_step_open: bool,
+    has_started: bool,
     is_rehearsal: bool,
     /// Rows for the parameters, where they are no immediates.
     parameters: Option<Parameters>,
@@ -120,11 +123,11 @@ impl Commands {
         Ok(Self {
             inputs: vec![Inputs::new(gpu, INPUT_BYTES)?],
             is_step_open: false,
+            has_started: false,
             is_rehearsal: false,
             gpu: Arc::clone(gpu),
             waiting: Vec::new(),
-            last: Vec::new(),
-            prepared: None,
+            known: [None, None],
             bind_groups: HashMap::default(),
             parameters: None,
             read_back: Arc::default(),
@@ -166,6 +169,7 @@ impl Commands {
     pub fn close_step(&mut self) -> Result<(), KernelError> {
         self.is_step_open = false;
         self.submit()?;
+        self.has_started = false;
         self.forget_inputs();
         Ok(())
     }
@@ -173,6 +177,7 @@ impl Commands {
     /// Forgets what waits.
     pub fn abandon_step(&mut self) {
         self.is_step_open = false;
+        self.has_started = false;
         self.waiting.clear();
         self.forget_inputs();
     }
@@ -272,7 +277,23 @@ impl Commands {
     /// # Errors
     /// [`KernelError::Device`] if wgpu refuses it.
     pub fn submit(&mut self) -> Result<(), KernelError> {
-        self.submit_and_copy(None)
+        self.submit_and_copy(None)?;
+        self.prepare();
+        Ok(())
+    }
+
+    /// Submits what waits if it is the first of the step and takes so long that the rest can be described meanwhile. What waits
+    /// cannot be taken back any more.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] if wgpu refuses it.
+    pub fn start(&mut self) -> Result<(), KernelError> {
+        if !self.is_step_open || self.has_started || self.waiting.len() < HEAD_START {
+            return Ok(());
+        }
+        self.submit_and_copy(None)?;
+        self.has_started = true;
+        Ok(())
     }
 
     fn submit_and_copy(&mut self, copy: Option<Copy>) -> Result<(), KernelError> {
@@ -309,28 +330,31 @@ impl Commands {
         let known = self.parameters.take().filter(|known| known.num_rows() >= dispatches.len());
         let parameters = known.unwrap_or_else(|| {
             // What was prepared refers to the rows of before.
-            self.prepared = None;
+            self.known = [None, None];
             Parameters::new(&self.gpu.device, layout, dispatches.len().next_power_of_two().max(MIN_PARAMETER_ROWS))
         });
         parameters.send(&self.gpu.queue, dispatches.iter().map(|dispatch| &dispatch.parameters));
         self.parameters = Some(parameters);
     }
 
-    /// Submits what was prepared if that is the list, and prepares it again if it came twice.
+    /// Submits what was prepared if that is the list.
     fn submit_long(&mut self, dispatches: Vec<Dispatch>, copy: Option<Copy>) {
-        let prepared = self.prepared.take().filter(|known| known.dispatches == dispatches && known.copy == copy);
-        let comes_again = prepared.is_some() || self.last == dispatches;
-        let commands = match prepared {
-            Some(prepared) => prepared.commands,
-            None => self.encode(&dispatches, copy.as_ref()),
-        };
+        let place = usize::from(self.has_started);
+        let known = self.known[place].take().filter(|known| known.dispatches == dispatches && known.copy == copy);
+        let comes_again = known.is_some();
+        let prepared = known.and_then(|known| known.commands);
+        let commands = prepared.unwrap_or_else(|| self.encode(&dispatches, copy.as_ref()));
         self.gpu.queue.submit([commands]);
-        if comes_again {
-            let commands = self.encode(&dispatches, copy.as_ref());
-            self.prepared = Some(Prepared { dispatches, copy, commands });
-        } else {
-            self.last = dispatches;
+        self.known[place] = Some(Known { dispatches, copy, comes_again, commands: None });
+    }
+
+    /// Encodes what came twice once more.
+    fn prepare(&mut self) {
+        let mut known = std::mem::take(&mut self.known);
+        for known in known.iter_mut().flatten().filter(|known| known.comes_again && known.commands.is_none()) {
+            known.commands = Some(self.encode(&known.dispatches, known.copy.as_ref()));
         }
+        self.known = known;
     }
 
     fn encode(&self, dispatches: &[Dispatch], copy: Option<&Copy>) -> CommandBuffer {
@@ -387,6 +411,7 @@ impl Commands {
     pub fn read_later(&mut self, part: &Binding) -> Result<Reading, KernelError> {
         let target = Reading::target(&self.gpu, &self.read_back, part.num_bytes);
         self.submit_and_copy(Some(Copy { source: part.clone(), target: target.clone() }))?;
+        self.prepare();
         Ok(Reading::new(&self.gpu, &self.read_back, target, part.num_bytes))
     }
 }

@@ -365,7 +365,8 @@ impl Device for WebGpuDevice {
         }
         let partial = self.partial.clone();
         let rows = self.rows(call, qkv, cache);
-        attention::push(&mut self.commands, call, &staged, cache, rows, output, partial)
+        attention::push(&mut self.commands, call, &staged, cache, rows, output, partial)?;
+        self.commands.start()
     }
 
     fn gather_rows(

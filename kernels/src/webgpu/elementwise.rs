@@ -47,7 +47,7 @@ pub fn blocks(commands: &mut Commands, num_tokens: usize, input: &WebGpuTensor) 
 
 /// As many as take the row at once, each four values, if the adapter has them.
 fn norm_threads(gpu: &Gpu, width: usize) -> u32 {
-    let most = gpu.limits().max_compute_invocations_per_workgroup.min(gpu.options().norm_threads);
+    let most = gpu.most_threads().min(gpu.options().norm_threads);
     let fits = |threads: &&u32| **threads <= most && **threads as usize <= width / 4;
     NORM_THREADS.iter().rev().find(fits).copied().unwrap_or(NORM_THREADS[0])
 }

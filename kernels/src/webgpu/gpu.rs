@@ -91,6 +91,7 @@ pub struct Gpu {
     limits: Limits,
     features: Features,
     matrix_edge: Option<u32>,
+    most_threads: u32,
     /// Of the parameters, if they are uniforms.
     parameter_layout: Option<BindGroupLayout>,
     matvec_shape: Mutex<Option<Shape>>,
@@ -175,6 +176,9 @@ impl Gpu {
             Matrices::StandIn(edge, _) => Some(edge),
             Matrices::None | Matrices::OfAdapter => matrix_edge(&adapter, features),
         };
+        // Metal has fewer threads for kernels that take many registers, and says so for compiled ones alone.
+        let most_threads = limits.max_compute_invocations_per_workgroup;
+        let most_threads = if info.backend == wgpu::Backend::Metal { most_threads.min(256) } else { most_threads };
         let is_narrow = info.device_type == DeviceType::Cpu && !features.contains(Features::SUBGROUP);
         let has_immediates = features.contains(Features::IMMEDIATES);
         let parameter_layout = (!has_immediates).then(|| parameters::layout(&device));
@@ -187,6 +191,7 @@ impl Gpu {
             limits,
             features,
             matrix_edge,
+            most_threads,
             parameter_layout,
             matvec_shape: Mutex::new(is_narrow.then_some(Shape::NARROW)),
             pipelines,
@@ -231,6 +236,11 @@ impl Gpu {
     /// take.
     pub fn matrix_edge(&self) -> Option<u32> {
         self.matrix_edge
+    }
+
+    /// Threads of a workgroup that every kernel may have.
+    pub(super) fn most_threads(&self) -> u32 {
+        self.most_threads
     }
 
     /// What pipelines expect as their second group of bindings, if parameters are no immediates.

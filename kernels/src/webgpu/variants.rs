@@ -56,8 +56,12 @@ fn matmul_variants() -> Vec<Variant> {
             if is_plain { (&matmul::MATVEC_PLAIN, &embed::EMBED_PLAIN) } else { (&matmul::MATVEC, &embed::EMBED) };
         variants.push((table, embed::embed_options(format)));
         if !is_plain {
-            let options = |num_tokens| matmul::matvec_blocks_options(format, num_tokens, Target::SwiGlu);
-            variants.extend([1, 2, 4, 8].map(|num_tokens| (&matmul::MATVEC_BLOCKS, options(num_tokens))));
+            let choices =
+                Shape::BLOCKS.into_iter().flat_map(|shape| [1, 2, 4, 8].map(|num_tokens| (shape, num_tokens)));
+            variants.extend(choices.map(|(shape, num_tokens)| {
+                let options = matmul::matvec_blocks_options(format, shape, num_tokens, Target::SwiGlu);
+                (&matmul::MATVEC_BLOCKS, options)
+            }));
         }
         for target in Target::ALL {
             for num_tokens in [1, 2, 4, 8] {

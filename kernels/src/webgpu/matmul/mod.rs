@@ -63,8 +63,8 @@ impl Shape {
         Self::NARROW,
     ];
 
-    /// Of `matvec_blocks.wgsl`, whose subgroups make so many outputs at a time.
-    const BLOCKS: Self = Self { threads: 256, rows: 2 };
+    /// Every one of `matvec_blocks.wgsl`, whose subgroups make so many outputs at a time.
+    pub const BLOCKS: [Self; 2] = [Self { threads: 256, rows: 2 }, Self { threads: 512, rows: 1 }];
 
     /// Where a processor computes four threads at once and every wait for more of them costs.
     pub const NARROW: Self = Self { threads: 4, rows: 8 };
@@ -77,6 +77,11 @@ impl Shape {
             (_, 65536.., _) => Self::ALL[2],
             _ => Self::ALL[3],
         }
+    }
+
+    /// The fastest of `matvec_blocks.wgsl` on an H200, if the adapter has as many threads.
+    fn with_blocks(gpu: &Gpu) -> Self {
+        Self::BLOCKS[usize::from(gpu.most_threads() >= Self::BLOCKS[1].threads)]
     }
 }
 
@@ -116,8 +121,8 @@ pub fn matvec_options(format: Format, shape: Shape, num_tokens: usize, target: T
 }
 
 /// Options of `matvec_blocks.wgsl`.
-pub fn matvec_blocks_options(format: Format, num_tokens: usize, target: Target) -> Options {
-    let mut options = matvec_options(format, Shape::BLOCKS, num_tokens, target);
+pub fn matvec_blocks_options(format: Format, shape: Shape, num_tokens: usize, target: Target) -> Options {
+    let mut options = matvec_options(format, shape, num_tokens, target);
     options.push(("SUBGROUP_TEAMS", 1));
     options
 }
@@ -241,7 +246,7 @@ impl PartCall<'_> {
             Format::Plain(_) => (self.columns, vec![self.part.planes[0].clone(), input.values(), output.clone()]),
         };
         let (source, options, grid) = match output_blocks {
-            Some(_) => self.launch_with_blocks(),
+            Some(_) => self.launch_with_blocks(commands.gpu()),
             None => self.launch(commands),
         };
         let pipeline = commands.gpu().pipeline(source, &options)?;
@@ -249,10 +254,11 @@ impl PartCall<'_> {
         commands.dispatch(&pipeline, bindings, &numbers.map(|number| number as u32), grid)
     }
 
-    fn launch_with_blocks(&self) -> (&'static Source, Options, [usize; 3]) {
+    fn launch_with_blocks(&self, gpu: &Gpu) -> (&'static Source, Options, [usize; 3]) {
         let [x, y] = elementwise::plane(self.num_outputs / ACTIVATION_BLOCK);
         let z = self.num_tokens.div_ceil(matvec_tokens(self.num_tokens));
-        (&MATVEC_BLOCKS, matvec_blocks_options(self.part.format, self.num_tokens, self.target), [x, y, z])
+        let options = matvec_blocks_options(self.part.format, Shape::with_blocks(gpu), self.num_tokens, self.target);
+        (&MATVEC_BLOCKS, options, [x, y, z])
     }
 
     fn launch(&self, commands: &Commands) -> (&'static Source, Options, [usize; 3]) {
