@@ -4,7 +4,7 @@
 // ROWS is head `i % GROUP` of token `i / GROUP`. For each tile of KEYS keys thread (x, y) makes the scores of LINES rows and
 // four keys; the threads that share a row weigh its scores; then a thread adds the weighted values of its rows, of every
 // ACROSS-th group of four elements. Queries and keys come to workgroup memory CHUNK groups at a time, values VALUE_KEYS keys at
-// a time. Weights take the place of queries and keys there.
+// a time. Weights take the place of queries and keys there. Loads stand under no condition: they would be awaited one by one.
 //
 // Options: those of `attention` (heads of at most 128 elements); ROWS, KEYS, LINES, VALUE_KEYS; THREADS (ROWS / LINES times
 // KEYS / 4), GROUP, STEPS (groups of a head that a thread holds).
@@ -42,9 +42,11 @@ fn copy_queries(item: Item, heads: Heads, thread: u32, first: u32) {
         let token = min(row / GROUP, item.num_tokens - 1u);
         let head = min(heads.first + row % GROUP, heads.end - 1u);
         let start = (item.row + token) * qkv_width() + head * params.head_dim;
-        var elements = vec4<f32>(0.0);
+        var elements: vec4<f32>;
         for (var j = 0u; j < 4u; j++) {
-            if (4u * group + j < params.head_dim) { elements[j] = qkv[start + 4u * group + j]; }
+            let element = 4u * group + j;
+            let loaded = qkv[start + min(element, params.head_dim - 1u)];
+            elements[j] = select(0.0, loaded, element < params.head_dim);
         }
         tile[row * STRIDE + i % CHUNK] = elements * (params.scale * LOG2_E);
     }
@@ -55,8 +57,8 @@ fn copy_keys(thread: u32, first: u32) {
     for (var i = thread; i < KEYS * CHUNK; i += THREADS) {
         let key = i / CHUNK;
         let group = first + i % CHUNK;
-        var elements = vec4<f32>(0.0);
-        if (group < GROUPS) { elements = widen(load_key(places[key].x + group, places[key].y)); }
+        let loaded = widen(load_key(places[key].x + min(group, GROUPS - 1u), places[key].y));
+        let elements = select(vec4<f32>(0.0), loaded, group < GROUPS);
         tile[(ROWS + key % 4u * ACROSS + key / 4u) * STRIDE + i % CHUNK] = elements;
     }
 }
@@ -65,9 +67,8 @@ fn copy_values(thread: u32, first: u32) {
     for (var i = thread; i < VALUE_KEYS * WIDTH; i += THREADS) {
         let place = places[first + i / WIDTH];
         let group = i % WIDTH;
-        var elements = vec4<f32>(0.0);
-        if (group < GROUPS) { elements = widen(load_value(place.x + group, place.y)); }
-        value_tile[i] = elements;
+        let loaded = widen(load_value(place.x + min(group, GROUPS - 1u), place.y));
+        value_tile[i] = select(vec4<f32>(0.0), loaded, group < GROUPS);
     }
 }
 

@@ -132,6 +132,14 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     {
         let row = first_row + $iu * EDGE;
         let token = first_token + $ju * EDGE;
+        // Of each element of both: what it is added to. Also where it is not stored: loads under a condition are awaited one by one.
+        var held: array<vec2<f32>, TAKEN>;
+#if ADD
+        for (var n = 0u; n < TAKEN; n++) {
+            let place = token + n * (LANES / EDGE);
+            held[n] = vec2<f32>(output[output_at(place, row)], output[output_at(place, row + HALF_ROWS)]);
+        }
+#endif
         // The matrices are named before the stores: the translator loses operands that are not.
         let low = low_$i_$j;
         let high = high_$i_$j;
@@ -148,8 +156,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
 #if SWIGLU
             store_output(place, row, gated(taken[n], other));
 #else
-            store_output(place, row, taken[n]);
-            store_output(place, row + HALF_ROWS, other);
+            store_output(place, row, held[n].x + taken[n]);
+            store_output(place, row + HALF_ROWS, held[n].y + other);
 #endif
         }
         workgroupBarrier();

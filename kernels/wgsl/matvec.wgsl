@@ -14,6 +14,13 @@ var<workgroup> partial: array<f32, SUMS * THREADS / 4u>;
 var<workgroup> partial: array<f32, SUMS * THREADS>;
 #endif
 
+// Where output `index` of the workgroup lies; of one past its end, where the last does.
+fn output_at(first_row: u32, first_token: u32, index: u32) -> u32 {
+    let own = min(index, ROWS * TOKENS - 1u);
+    let token = min(first_token + own % TOKENS, params.num_tokens - 1u);
+    return token * params.width + params.first_output + min(first_row + own / TOKENS, params.num_outputs - 1u);
+}
+
 @compute @workgroup_size(THREADS)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
         @builtin(local_invocation_index) thread: u32,
@@ -24,6 +31,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 ) {
     let first_row = (group.x + group.y * groups.x) * ROWS;
     let first_token = group.z * TOKENS;
+    if (first_row >= params.num_outputs) { return; }
+#if ADD
+    // Asked for before the products.
+    var held = output[output_at(first_row, first_token, thread)];
+#endif
     var sums = share_of_products(first_row, first_token, thread, THREADS);
 #if SUBGROUPS
     for (var i = 0u; i < SUMS; i++) {
@@ -44,6 +56,10 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let num_partial = 1u;
 #endif
     for (var index = thread; index < ROWS * TOKENS; index += THREADS) {
+#if ADD
+        let addend = held;
+        held = output[output_at(first_row, first_token, index + THREADS)];
+#endif
         let row = first_row + index / TOKENS;
         let token = first_token + index % TOKENS;
         if (row >= params.num_outputs || token >= params.num_tokens) { continue; }
@@ -54,10 +70,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         for (var i = 0u; i < num_partial; i++) { up += partial[i * SUMS + ROWS * TOKENS + index]; }
         result = gated(result, up);
 #endif
-        let at = token * params.width + params.first_output + row;
 #if ADD
-        result += output[at];
+        result += addend;
 #endif
-        output[at] = result;
+        output[output_at(first_row, first_token, index)] = result;
     }
 }

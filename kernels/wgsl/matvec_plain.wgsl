@@ -45,8 +45,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
                 for (var i = 0u; i < 4u; i++) {
                     let pair = widen(words[i]);
                     let column = at * size + i * step;
-                    if (column < params.columns) { sum += pair.x * input[start + column]; }
-                    if (step == 2u && column + 1u < params.columns) { sum += pair.y * input[start + column + 1u]; }
+                    // No load stands under a condition: it would be awaited before the next one.
+                    let first = pair.x * input[start + min(column, params.columns - 1u)];
+                    sum += select(0.0, first, column < params.columns);
+                    if (DTYPE != 2u) {
+                        let second = pair.y * input[start + min(column + 1u, params.columns - 1u)];
+                        sum += select(0.0, second, column + 1u < params.columns);
+                    }
                 }
                 sums[row * TOKENS + token] += sum;
             }

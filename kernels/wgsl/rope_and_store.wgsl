@@ -33,9 +33,10 @@ fn rotate(start: u32, token: u32, pair: u32) {
 
 // The group of four elements of the head from `start` on, zeros past its end.
 fn load_group(start: u32, group: u32) -> vec4<f32> {
-    var elements = vec4<f32>(0.0);
+    var elements: vec4<f32>;
     for (var i = 0u; i < 4u; i++) {
-        if (4u * group + i < params.head_dim) { elements[i] = qkv[start + 4u * group + i]; }
+        let element = 4u * group + i;
+        elements[i] = select(0.0, qkv[start + min(element, params.head_dim - 1u)], element < params.head_dim);
     }
     return elements;
 }

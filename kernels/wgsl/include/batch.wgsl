@@ -20,12 +20,11 @@ fn gated(gate: f32, up: f32) -> f32 {
     return gate / (1.0 + exp(-gate)) * up;
 }
 
+// Where an output lies; of one past the end, where the last does.
+fn output_at(token: u32, row: u32) -> u32 {
+    return min(token, params.num_tokens - 1u) * params.width + params.first_output + min(row, params.num_outputs - 1u);
+}
+
 fn store_output(token: u32, row: u32, value: f32) {
-    if (token >= params.num_tokens || row >= params.num_outputs) { return; }
-    let at = token * params.width + params.first_output + row;
-#if ADD
-    output[at] += value;
-#else
-    output[at] = value;
-#endif
+    if (token < params.num_tokens && row < params.num_outputs) { output[output_at(token, row)] = value; }
 }
