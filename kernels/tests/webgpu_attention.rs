@@ -15,6 +15,7 @@ use lockstep_kernels::{
     webgpu::{
         WebGpuDevice,
         attention::{MatrixShape, has_matrices},
+        attention_decode::{MAX_RANGES, RANGE_KEYS},
         gpu::GpuOptions,
         kv_cache::WebGpuKvCache,
     },
@@ -105,12 +106,17 @@ impl Scene {
     }
 
     fn expected(&self, sequence: usize) -> Vec<f64> {
+        self.expected_of(sequence, self.qkv[sequence].len() / self.shape.width())
+    }
+
+    /// Of the last tokens.
+    fn expected_of(&self, sequence: usize, num_tokens: usize) -> Vec<f64> {
         let Shape { num_heads, num_key_value_heads, head_dim, dtype, .. } = self.shape;
         let rows = &self.qkv[sequence];
-        let num_tokens = rows.len() / self.shape.width();
-        let sequences =
-            [AttentionSequence { num_tokens, first_position: 0, block_table: &self.block_tables[sequence] }];
-        reference::attention::attention(&self.call(&sequences), rows, |_, position, head| {
+        let first_position = rows.len() / self.shape.width() - num_tokens;
+        let sequences = [AttentionSequence { num_tokens, first_position, block_table: &self.block_tables[sequence] }];
+        let queries = &rows[first_position * self.shape.width()..];
+        reference::attention::attention(&self.call(&sequences), queries, |_, position, head| {
             let row = &rows[position * self.shape.width()..];
             let narrow =
                 |head: usize| row[head * head_dim..][..head_dim].iter().map(|value| stored(dtype, *value)).collect();
@@ -206,7 +212,8 @@ impl Scene {
         let rounding = match dtype {
             Dtype::F16 => 1e-3,
             Dtype::Bf16 => 8e-3,
-            Dtype::F32 => 1e-5,
+            // A value near zero is a difference of larger ones.
+            Dtype::F32 => 5e-5,
         };
         for head in 0..num_key_value_heads {
             let found = self.cache.token(device.commands(), 1, slot as usize, head).unwrap().unwrap();
@@ -224,10 +231,15 @@ impl Scene {
 }
 
 /// Decode tokens that are rotated and stored by the dispatch that attends, of sequences of one range of keys and of several.
-fn fused_attention_agrees(device: &mut WebGpuDevice, shape: Shape, style: RopeStyle, random: &mut StdRng) {
+fn fused_attention_agrees(
+    device: &mut WebGpuDevice,
+    shape: Shape,
+    style: RopeStyle,
+    lengths: &[usize],
+    random: &mut StdRng,
+) {
     let Shape { num_heads, num_key_value_heads, head_dim, .. } = shape;
-    let lengths = [1, random.random_range(2..250), random.random_range(257..400)];
-    let mut scene = Scene::new(device, shape, &lengths, random);
+    let mut scene = Scene::new(device, shape, lengths, random);
     let table = table(style, head_dim / 4 * 2, 1.25);
     let rows = values(random, lengths.len() * shape.width(), 2.0);
     let mut qkv = adapter::tensor(device, shape.width(), &rows);
@@ -239,16 +251,16 @@ fn fused_attention_agrees(device: &mut WebGpuDevice, shape: Shape, style: RopeSt
     device.rope_and_store(&call, &table, &mut qkv, &mut scene.cache).unwrap();
     let (sequences, ..) = scene.last_tokens();
     device.attention(&scene.call(&sequences), &qkv, &scene.cache, &mut output).unwrap();
-    // One dispatch attends, one joins the ranges.
-    assert_eq!(device.commands().last_dispatch() - before, 2);
+    // One dispatch attends; it joins the ranges, or another one does.
+    let joins = device.gpu().has_coherent_memory() && device.gpu().limits().max_storage_buffers_per_shader_stage > 16;
+    assert_eq!(device.commands().last_dispatch() - before, if joins { 1 } else { 2 });
     let got = adapter::rows(device, lengths.len(), &mut output);
     let rotated = reference::rope_and_store::rope(&call, &table, &rows);
     for (sequence, row) in rotated.chunks(shape.width()).enumerate() {
         scene.replace_last(device, sequence, slots[sequence], row);
     }
     for (sequence, got) in got.chunks(num_heads * head_dim).enumerate() {
-        let expected = scene.expected(sequence);
-        for (got, want) in got.iter().zip(&expected[expected.len() - got.len()..]) {
+        for (got, want) in got.iter().zip(&scene.expected_of(sequence, 1)) {
             assert!((f64::from(*got) - want).abs() < 2e-5, "{shape:?} {lengths:?} sequence {sequence}: {got} {want}");
         }
     }
@@ -261,10 +273,61 @@ fn attention_that_rotates_and_stores_agrees_with_the_oracle() {
     let num_shapes = if adapter::is_slow() { 1 } else { usize::MAX };
     let styles = [RopeStyle::Interleaved, RopeStyle::Halves].into_iter().cycle();
     for ((index, shape), style) in shapes().into_iter().take(num_shapes).enumerate().zip(styles) {
-        fused_attention_agrees(&mut with_all, shape, style, &mut random);
+        let lengths = [1, random.random_range(2..250), random.random_range(RANGE_KEYS + 1..700)];
+        fused_attention_agrees(&mut with_all, shape, style, &lengths, &mut random);
         if index % 3 == 0 {
-            fused_attention_agrees(&mut without, shape, style, &mut random);
+            fused_attention_agrees(&mut without, shape, style, &lengths, &mut random);
         }
+    }
+}
+
+/// Sequences that end around the ends of ranges, and one whose ranges take several rounds.
+#[test]
+fn attention_agrees_around_the_ends_of_ranges() {
+    let mut random = random();
+    let shape = Shape {
+        num_heads: 4,
+        num_key_value_heads: 1,
+        head_dim: 32,
+        group_size: 4,
+        group_offset: 0,
+        block_size: 16,
+        dtype: Dtype::F16,
+        growth: 0.0,
+    };
+    let ends = [1, 2, 9]
+        .into_iter()
+        .flat_map(|ranges| [-1, 0, 1, 5].map(|more| (ranges * RANGE_KEYS).wrapping_add_signed(more)));
+    let mut lengths: Vec<usize> = [1, 2, 3, 4, 5, 7, 8, 9, 31, 33].into_iter().chain(ends).collect();
+    lengths.extend([MAX_RANGES * RANGE_KEYS, MAX_RANGES * RANGE_KEYS + 1]);
+    // A round has 512 keys.
+    lengths.push(MAX_RANGES * 512 + 3);
+    for mut device in adapter::open_both() {
+        fused_attention_agrees(&mut device, shape, RopeStyle::Halves, &lengths, &mut random);
+        let scene = Scene::new(&mut device, shape, &lengths, &mut random);
+        let parts: Vec<_> = lengths.iter().enumerate().map(|(index, length)| (index, length - 1, 1)).collect();
+        let output = scene.attention(&mut device, &parts);
+        for (sequence, got) in output.chunks(4 * 32).enumerate() {
+            for (got, want) in got.iter().zip(&scene.expected_of(sequence, 1)) {
+                let length = lengths[sequence];
+                assert!((f64::from(*got) - want).abs() < 2e-5, "sequence of {length}: {got} {want}");
+            }
+        }
+    }
+}
+
+/// What a token sees decides its result, to the bit; who else is in the batch does not.
+#[test]
+fn attention_of_a_token_does_not_depend_on_the_batch() {
+    let mut random = random();
+    let mut device = adapter::open_with(GpuOptions::default());
+    let shape = shapes()[3];
+    let scene = Scene::new(&mut device, shape, &[40, 812, RANGE_KEYS + 1], &mut random);
+    let parts = [(0, 39, 1), (1, 811, 1), (2, RANGE_KEYS, 1)];
+    let row = shape.num_heads * shape.head_dim;
+    let together = scene.attention(&mut device, &parts);
+    for (part, together) in parts.into_iter().zip(together.chunks(row)) {
+        assert_eq!(scene.attention(&mut device, &[part]), together, "{part:?}");
     }
 }
 

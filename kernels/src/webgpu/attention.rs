@@ -1,11 +1,12 @@
-//! Paged flash attention on WebGPU. Device code: `wgsl/attention.wgsl`, `attention_tiles.wgsl`,
-//! `attention_cooperative.wgsl`, `attention_combine.wgsl`.
+//! Paged flash attention on WebGPU. Device code: `wgsl/attention_decode.wgsl` and `attention_combine.wgsl`; for prompts
+//! `attention_tiles.wgsl`, `attention_cooperative.wgsl` and, with large heads, `attention.wgsl`.
 //! For: [`WebGpuDevice`](super::WebGpuDevice).
 //! Invariant: how a token's keys are cut into ranges depends on its position alone.
 
 use lockstep_formats::Dtype;
 
 use super::{
+    attention_decode::{self, MAX_RANGES},
     commands::{Binding, Commands},
     gpu::Gpu,
     kv_cache::{self, WebGpuKvCache},
@@ -18,7 +19,10 @@ use crate::{
     quant::ACTIVATION_BLOCK,
 };
 
-/// The ranges of keys.
+/// Tokens one by one, by ranges of their keys.
+pub static DECODE: Source =
+    Source { name: "attention_decode.wgsl", text: include_str!("../../wgsl/attention_decode.wgsl") };
+/// Prompts by tiles in workgroup memory.
 pub static ATTENTION: Source = Source { name: "attention.wgsl", text: include_str!("../../wgsl/attention.wgsl") };
 /// Prompts by tiles in registers.
 pub static TILES: Source =
@@ -26,7 +30,7 @@ pub static TILES: Source =
 /// Prompts by tensor cores.
 pub static COOPERATIVE: Source =
     Source { name: "attention_cooperative.wgsl", text: include_str!("../../wgsl/attention_cooperative.wgsl") };
-/// Their sums.
+/// Sums over ranges.
 pub static COMBINE: Source =
     Source { name: "attention_combine.wgsl", text: include_str!("../../wgsl/attention_combine.wgsl") };
 
@@ -36,12 +40,8 @@ const THREADS: u32 = 128;
 /// Keys of a tile of `attention.wgsl`, and bytes of them, at most.
 const KEYS: usize = 32;
 const KEYS_BYTES: usize = 8 << 10;
-/// Keys of one range: joining two takes as long as some tiles do.
-const WHOLE_KEYS: usize = 256;
-/// Ranges of more keys: at least so many keys, and at most so many ranges.
-const RANGE_KEYS: usize = 64;
-const MAX_RANGES: usize = 64;
-/// Storage buffers that attention binds which stores keys and values: of a whole layer and of one in parts.
+/// Storage buffers that attention binds which stores keys and values: of a whole layer and of one in parts. It takes one more to
+/// join ranges at once.
 const STORING_BUFFERS: [u32; 2] = [10, 16];
 /// Tokens of a prompt that share an item, without tensor cores.
 const PREFILL_TOKENS: usize = 4;
@@ -68,7 +68,7 @@ struct Item {
     end_key: u32,
     position: u32,
     slot: u32,
-    unused: u32,
+    range: u32,
 }
 
 /// The work of a step, which its layers share.
@@ -164,10 +164,10 @@ impl Work {
         let most = match (self, head_dim) {
             // Rows that are no query head's are multiplied in vain.
             (Self::Matrices(_) | Self::Tiles, _) => return 1 << group_size.trailing_zeros().min(3),
+            (Self::Decode, _) => return attention_decode::query_heads(head_dim, group_size),
             (Self::Prefill, 257..) => 1,
             (Self::Prefill, 129..) => 2,
-            (Self::Prefill, _) | (Self::Decode, 257..) => 4,
-            (Self::Decode, _) => 8,
+            (Self::Prefill, _) => 4,
         };
         group_size.next_power_of_two().min(most)
     }
@@ -189,14 +189,15 @@ impl Work {
 
     fn source(self) -> &'static Source {
         match self {
-            Self::Decode | Self::Prefill => &ATTENTION,
+            Self::Decode => &DECODE,
+            Self::Prefill => &ATTENTION,
             Self::Tiles => &TILES,
             Self::Matrices(_) => &COOPERATIVE,
         }
     }
 }
 
-/// What decides the variant of `attention.wgsl`, `attention_tiles.wgsl` and `attention_cooperative.wgsl` beside the cache.
+/// What decides the variant of a shader but for `attention_combine.wgsl`, beside the cache.
 #[derive(Clone, Copy, Debug)]
 pub struct Variant {
     /// Elements of a head.
@@ -211,6 +212,10 @@ pub struct Variant {
     pub make_blocks: bool,
     /// Whether the adapter computes with f16.
     pub has_f16: bool,
+    /// Threads that share keys of one token: [`attention_decode::key_lanes`].
+    pub key_lanes: u32,
+    /// Whether ranges of a token's keys are joined in the same dispatch.
+    pub joins: bool,
     /// Whether queries and keys are rotated, and keys and values stored, in the same dispatch.
     pub stores: bool,
 }
@@ -218,12 +223,13 @@ pub struct Variant {
 impl Variant {
     /// The source and its options for a cache.
     pub fn of_cache(self, dtype: Dtype, is_parted: bool) -> (&'static Source, Options) {
-        let Self { head_dim, block_size, group_size, work, make_blocks, has_f16, stores } = self;
+        let Self { head_dim, block_size, group_size, work, make_blocks, has_f16, key_lanes, joins, stores } = self;
         let mut options = kv_cache::options(dtype, is_parted).to_vec();
         let is_native = u32::from(has_f16 && dtype == Dtype::F16);
         options.extend([
             ("NATIVE", is_native),
             ("STORES", u32::from(stores)),
+            ("JOINS", u32::from(joins)),
             ("GROUPS", head_dim.div_ceil(4) as u32),
             ("BLOCK_SIZE", block_size as u32),
             ("QUANTIZE", u32::from(make_blocks)),
@@ -250,7 +256,12 @@ impl Variant {
                 // A thread holds a group of four elements of every four keys' worth of threads.
                 ("STEPS", head_dim.div_ceil(TILE_KEYS) as u32),
             ]),
-            Work::Decode | Work::Prefill => options.extend([
+            Work::Decode => {
+                options.push(("F16", is_native));
+                let heads = work.query_heads(head_dim, group_size);
+                options.extend(attention_decode::options(dtype, head_dim, heads, key_lanes));
+            }
+            Work::Prefill => options.extend([
                 ("F16", is_native),
                 ("THREADS", THREADS),
                 ("KEYS", tile_keys(dtype, head_dim) as u32),
@@ -274,9 +285,10 @@ fn tile_keys(dtype: Dtype, head_dim: usize) -> usize {
     (1 << most.max(4).ilog2()).min(KEYS)
 }
 
-/// Keys of each range of a token that sees so many, a multiple of a tile's.
-fn range_keys(num_keys: usize) -> usize {
-    if num_keys <= WHOLE_KEYS { WHOLE_KEYS } else { (num_keys.next_power_of_two() / MAX_RANGES).max(RANGE_KEYS) }
+/// Whether ranges are joined by the dispatch that attends.
+fn joins(gpu: &Gpu, cache: &WebGpuKvCache) -> bool {
+    let num_buffers = gpu.limits().max_storage_buffers_per_shader_stage;
+    gpu.has_coherent_memory() && num_buffers > STORING_BUFFERS[usize::from(cache.is_parted())]
 }
 
 /// Whether attention can rotate and store the tokens at `places`, positions and slots, itself: one of each sequence, which goes
@@ -313,7 +325,7 @@ pub(super) fn stage(
             let position = sequence.first_position + first;
             // Ranges end where they would for any other call; a prompt's are not cut.
             let num_keys = position + num_tokens;
-            let range = if step == 1 { range_keys(num_keys) } else { num_keys };
+            let range = if step == 1 { attention_decode::range_keys(num_keys) } else { num_keys };
             let num_ranges = num_keys.div_ceil(range);
             for index in 0..num_ranges {
                 let first_key = index * range;
@@ -325,7 +337,7 @@ pub(super) fn stage(
                     end_key: num_keys.min(first_key + range) as u32,
                     position: position as u32,
                     slot: if num_ranges > 1 { (num_slots + index) as u32 } else { NONE },
-                    unused: 0,
+                    range: (index + num_ranges * MAX_RANGES) as u32,
                 });
             }
             if num_ranges > 1 {
@@ -351,7 +363,13 @@ pub(super) fn partial_bytes(call: &Attention<'_>, staged: &StagedItems) -> u64 {
     (staged.num_slots * call.num_heads * (call.head_dim.div_ceil(4) + 1) * 16) as u64
 }
 
-/// Adds the call, which was checked, to the commands. `partial` holds [`partial_bytes`].
+/// Bytes of the counts of ranges that are done.
+pub(super) fn arrival_bytes(call: &Attention<'_>, staged: &StagedItems) -> u64 {
+    let chunks = call.group_size.div_ceil(Work::Decode.query_heads(call.head_dim, call.group_size));
+    (staged.num_slots * call.num_key_value_heads * chunks * 4) as u64
+}
+
+/// Adds the call, which was checked, to the commands. `partial` holds [`partial_bytes`], `arrivals` [`arrival_bytes`], all 0.
 pub(super) fn push(
     commands: &mut Commands,
     call: &Attention<'_>,
@@ -359,7 +377,7 @@ pub(super) fn push(
     cache: &WebGpuKvCache,
     rows: Rows,
     output: &mut WebGpuTensor,
-    partial: Binding,
+    [partial, arrivals]: [Binding; 2],
 ) -> Result<(), KernelError> {
     let values = output.overwrite();
     let blocks =
@@ -367,17 +385,22 @@ pub(super) fn push(
     let make_blocks = blocks.is_some();
     let blocks: Vec<Binding> = blocks.into_iter().flat_map(|blocks| [blocks.quants, blocks.scales]).collect();
     let Attention { head_dim, group_size, .. } = *call;
+    let joins = joins(commands.gpu(), cache);
     for (items, work) in staged.items.iter().zip(staged.work) {
         let Some((items, num_items)) = items else { continue };
         let (block_size, has_f16) = (cache.spec().block_size, commands.gpu().has_f16());
         let stores = rows.rotation.is_some();
-        let variant = Variant { head_dim, block_size, group_size, work, make_blocks, has_f16, stores };
+        let key_lanes = attention_decode::key_lanes(commands.gpu().subgroup_threads());
+        let joins = joins && work == Work::Decode;
+        let variant =
+            Variant { head_dim, block_size, group_size, work, make_blocks, has_f16, key_lanes, joins, stores };
         let (source, options) = variant.of_cache(cache.dtype(), cache.is_parted());
         let pipeline = commands.gpu().pipeline(source, &options)?;
         let mut bindings = vec![rows.qkv.clone(), items.clone(), staged.tables.clone()];
         bindings.extend(cache.layer(call.layer));
         bindings.extend([values.clone(), partial.clone()]);
         bindings.extend(blocks.iter().chain(rows.rotation.iter().map(|rotation| &rotation.angles)).cloned());
+        bindings.extend(joins.then(|| arrivals.clone()));
         let chunks = group_size.div_ceil(work.query_heads(head_dim, group_size));
         let parameters = [
             call.num_heads as u32,
@@ -394,7 +417,7 @@ pub(super) fn push(
         let grid = [*num_items, call.num_key_value_heads * chunks, 1];
         commands.dispatch(&pipeline, bindings, &parameters, grid)?;
     }
-    if let Some((tokens, num_tokens)) = &staged.combined {
+    if let Some((tokens, num_tokens)) = staged.combined.as_ref().filter(|_| !joins) {
         let pipeline = commands.gpu().pipeline(&COMBINE, &combine_options(call.head_dim.div_ceil(4), make_blocks))?;
         let bindings = [tokens.clone(), partial, values].into_iter().chain(blocks).collect();
         let parameters = [call.num_heads as u32, call.head_dim as u32];

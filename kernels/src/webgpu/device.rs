@@ -37,8 +37,8 @@ pub struct WebGpuDevice {
     staged: Staged,
     /// Products on their way to a sum over hosts, or to SwiGLU.
     products: WebGpuTensor,
-    /// Partial sums of attention.
-    partial: Binding,
+    /// Partial sums of attention, and how many of a token's are there.
+    partial: [Binding; 2],
     /// What the sampler leaves to be read.
     candidates: Binding,
 }
@@ -87,7 +87,7 @@ impl WebGpuDevice {
     pub(super) fn of(gpu: &Arc<Gpu>) -> Result<Self, KernelError> {
         Ok(Self {
             products: WebGpuTensor::zeroed(gpu, 0, 0)?,
-            partial: Binding::whole(&gpu.buffer("partial sums", 0)?),
+            partial: [Binding::whole(&gpu.buffer("partial sums", 0)?), Binding::whole(&gpu.buffer("partial sums", 0)?)],
             candidates: Binding::whole(&gpu.buffer("candidates", 0)?),
             commands: Commands::new(gpu)?,
             staged: Staged::default(),
@@ -213,7 +213,7 @@ impl Device for WebGpuDevice {
 
     fn scratch(&self) -> Scratch {
         let products = self.products.max_tokens() * self.products.width() * size_of::<f32>();
-        let used_bytes = products + self.partial.num_bytes as usize;
+        let used_bytes = products + self.partial.iter().map(|binding| binding.num_bytes as usize).sum::<usize>();
         Scratch { used_bytes, high_water_bytes: used_bytes, num_requests: 0, num_hits: 0 }
     }
 
@@ -358,10 +358,12 @@ impl Device for WebGpuDevice {
         qkv.expect_tokens("attention", call.num_tokens())?;
         output.expect_tokens("attention", call.num_tokens())?;
         let staged = self.items(call, cache)?;
-        let num_bytes = attention::partial_bytes(call, &staged);
-        if self.partial.num_bytes < num_bytes {
-            let buffer = self.commands.gpu().buffer("partial sums", num_bytes.next_power_of_two())?;
-            self.partial = Binding::whole(&buffer);
+        let needed = [attention::partial_bytes(call, &staged), attention::arrival_bytes(call, &staged)];
+        for (binding, num_bytes) in self.partial.iter_mut().zip(needed) {
+            if binding.num_bytes < num_bytes {
+                let buffer = self.commands.gpu().buffer("partial sums", num_bytes.next_power_of_two())?;
+                *binding = Binding::whole(&buffer);
+            }
         }
         let partial = self.partial.clone();
         let rows = self.rows(call, qkv, cache);

@@ -55,6 +55,8 @@ pub struct GpuOptions {
     pub use_f16: bool,
     /// Tensor cores.
     pub matrices: Matrices,
+    /// Memory through which workgroups of a dispatch see what others of it wrote, where the adapter has it.
+    pub use_coherent_memory: bool,
     /// Most threads that share a row of a norm.
     pub norm_threads: u32,
     /// Parameters as immediates, where the adapter has them; else they are uniforms.
@@ -69,6 +71,7 @@ impl Default for GpuOptions {
             use_subgroups: true,
             use_f16: true,
             matrices: Matrices::OfAdapter,
+            use_coherent_memory: true,
             norm_threads: 512,
             use_immediates: true,
             max_binding_bytes: u64::MAX,
@@ -92,6 +95,7 @@ pub struct Gpu {
     features: Features,
     matrix_edge: Option<u32>,
     most_threads: u32,
+    subgroup_threads: u32,
     /// Of the parameters, if they are uniforms.
     parameter_layout: Option<BindGroupLayout>,
     matvec_shape: Mutex<Option<Shape>>,
@@ -140,6 +144,10 @@ impl Gpu {
         if options.use_subgroups {
             wanted |= Features::SUBGROUP;
         }
+        // In Metal barriers of a workgroup order nothing for the others.
+        if options.use_coherent_memory && info.backend == wgpu::Backend::Vulkan {
+            wanted |= Features::MEMORY_DECORATION_COHERENT;
+        }
         if options.use_f16 {
             wanted |= Features::SHADER_F16;
         }
@@ -180,6 +188,7 @@ impl Gpu {
         let most_threads = limits.max_compute_invocations_per_workgroup;
         let most_threads = if info.backend == wgpu::Backend::Metal { most_threads.min(256) } else { most_threads };
         let is_narrow = info.device_type == DeviceType::Cpu && !features.contains(Features::SUBGROUP);
+        let subgroup_threads = if features.contains(Features::SUBGROUP) { info.subgroup_min_size.max(1) } else { 1 };
         let has_immediates = features.contains(Features::IMMEDIATES);
         let parameter_layout = (!has_immediates).then(|| parameters::layout(&device));
         let gpu = Self {
@@ -192,6 +201,7 @@ impl Gpu {
             features,
             matrix_edge,
             most_threads,
+            subgroup_threads,
             parameter_layout,
             matvec_shape: Mutex::new(is_narrow.then_some(Shape::NARROW)),
             pipelines,
@@ -212,6 +222,11 @@ impl Gpu {
         self.features.contains(Features::SUBGROUP)
     }
 
+    /// Threads of the smallest subgroup; 1 if kernels do without subgroups.
+    pub fn subgroup_threads(&self) -> u32 {
+        self.subgroup_threads
+    }
+
     /// Chooses the shape of the products of few tokens, for benchmarks; `None`: what suits the layer.
     pub fn choose_matvec_shape(&self, shape: Option<Shape>) {
         *lock(&self.matvec_shape) = shape;
@@ -230,6 +245,11 @@ impl Gpu {
     /// Whether kernels compute with f16.
     pub fn has_f16(&self) -> bool {
         self.features.contains(Features::SHADER_F16)
+    }
+
+    /// Whether workgroups of a dispatch can see what others of it wrote.
+    pub fn has_coherent_memory(&self) -> bool {
+        self.features.contains(Features::MEMORY_DECORATION_COHERENT)
     }
 
     /// Edge of the matrices of its tensor cores, of f16 and summed in f32, if it has such and the memory that their kernels

@@ -15,6 +15,7 @@
 #[cfg(not(target_family = "wasm"))]
 pub mod adapter;
 pub mod attention;
+pub mod attention_decode;
 #[cfg(target_family = "wasm")]
 mod browser;
 pub mod commands;

@@ -19,11 +19,12 @@ pub struct Source {
 pub type Options = Vec<(&'static str, u32)>;
 
 /// Files that others include.
-pub(super) const INCLUDES: [(&str, &str); 11] = [
+pub(super) const INCLUDES: [(&str, &str); 12] = [
     ("activations", include_str!("../../wgsl/include/activations.wgsl")),
     ("attention", include_str!("../../wgsl/include/attention.wgsl")),
     ("batch", include_str!("../../wgsl/include/batch.wgsl")),
     ("cached", include_str!("../../wgsl/include/cached.wgsl")),
+    ("decode_rows", include_str!("../../wgsl/include/decode_rows.wgsl")),
     ("kv_cache", include_str!("../../wgsl/include/kv_cache.wgsl")),
     ("matvec", include_str!("../../wgsl/include/matvec.wgsl")),
     ("matrices", include_str!("../../wgsl/include/matrices.wgsl")),

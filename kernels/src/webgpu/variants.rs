@@ -17,7 +17,13 @@ pub type Variant = (&'static Source, Options);
 
 /// Whether a variant is for adapters with subgroups alone.
 pub fn needs_subgroups(options: &[(&str, u32)]) -> bool {
-    options.contains(&("COOPERATIVE", 1)) || options.contains(&("SUBGROUP_TEAMS", 1))
+    let shares_keys = |(name, value): &(&str, u32)| *name == "KEY_LANES" && *value > 1;
+    options.contains(&("COOPERATIVE", 1)) || options.contains(&("SUBGROUP_TEAMS", 1)) || options.iter().any(shares_keys)
+}
+
+/// Whether a variant is for Vulkan alone: its workgroups see what others wrote.
+pub fn is_for_vulkan(options: &[(&str, u32)]) -> bool {
+    options.contains(&("JOINS", 1))
 }
 
 /// All variants. Heads are of the sizes 33 to 512, groups of up to eight heads.
@@ -91,12 +97,21 @@ fn attention_variants() -> Vec<Variant> {
         for (head_dim, group_size) in HEADS {
             // Heads that are no whole blocks are not made as blocks.
             let block_choices = if head_dim % ACTIVATION_BLOCK == 0 { &[false, true][..] } else { &[false] };
-            for (work, stores) in works(dtype, head_dim) {
+            for (work, stores, (key_lanes, joins)) in works(dtype, head_dim) {
                 for (make_blocks, has_f16) in block_choices.iter().flat_map(|make| [(*make, false), (*make, true)]) {
                     let block_size = 32;
-                    let variant =
-                        attention::Variant { head_dim, block_size, group_size, work, make_blocks, has_f16, stores };
-                    variants.push(variant.of_cache(dtype, is_parted));
+                    let shape = attention::Variant {
+                        head_dim,
+                        block_size,
+                        group_size,
+                        work,
+                        make_blocks,
+                        has_f16,
+                        key_lanes,
+                        joins,
+                        stores,
+                    };
+                    variants.push(shape.of_cache(dtype, is_parted));
                 }
             }
         }
@@ -109,13 +124,16 @@ fn attention_variants() -> Vec<Variant> {
     variants
 }
 
-/// Who computes, and whether it stores.
-fn works(dtype: Dtype, head_dim: usize) -> impl Iterator<Item = (attention::Work, bool)> {
+/// Who computes, whether it stores; and of one token how many threads share keys and whether ranges are joined at once.
+fn works(dtype: Dtype, head_dim: usize) -> impl Iterator<Item = (attention::Work, bool, (u32, bool))> {
     use attention::Work;
-    let matrices = attention::MatrixShape::ALL.into_iter().map(|shape| (Work::Matrices(shape), false));
+    // Subgroups of 4 threads, of more, and none.
+    let adapters = [4, 8, 1].into_iter().flat_map(|lanes| [(lanes, false), (lanes, true)]);
+    let decode = adapters.flat_map(|adapter| [(Work::Decode, false, adapter), (Work::Decode, true, adapter)]);
+    let matrices = attention::MatrixShape::ALL.into_iter().map(|shape| (Work::Matrices(shape), false, (1, false)));
     let has_matrices = attention::has_matrices(dtype, head_dim);
-    let plain = [(Work::Decode, false), (Work::Decode, true), (Work::of_plain_prompts(head_dim), false)];
-    plain.into_iter().chain(matrices.filter(move |_| has_matrices))
+    let prompts = [(Work::of_plain_prompts(head_dim), false, (1, false))];
+    decode.chain(prompts).chain(matrices.filter(move |_| has_matrices))
 }
 
 /// Sizes of a head and of a group, the largest of each kind of workgroup among them.

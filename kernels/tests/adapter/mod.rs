@@ -45,10 +45,17 @@ pub fn run_with_subgroups_of_four(tests: &[&str]) {
     assert!(output.status.success() && text.contains(&format!(" {} passed", tests.len())));
 }
 
-/// The adapter with all that it has, and as a browser gives it: without subgroups and immediates.
+/// The adapter with all that it has, and as a browser gives it: without subgroups, immediates and coherent memory.
 #[allow(dead_code, reason = "not every test needs both")]
 pub fn open_both() -> [WebGpuDevice; 2] {
-    [true, false].map(|has| open_with(GpuOptions { use_subgroups: has, use_immediates: has, ..GpuOptions::default() }))
+    [true, false].map(|has| {
+        open_with(GpuOptions {
+            use_subgroups: has,
+            use_immediates: has,
+            use_coherent_memory: has,
+            ..GpuOptions::default()
+        })
+    })
 }
 
 /// A tensor of these rows.

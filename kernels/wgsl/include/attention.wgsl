@@ -1,7 +1,8 @@
 // What the attention shaders share: parameters, items of work, bindings, where keys and values are. Brings `cached`.
 //
 // Options: those of `cached`, BLOCK_SIZE, QUANTIZE (the output as 8-bit blocks as well; heads are then whole blocks), GROUPS
-// (groups of four elements of a head), STORES (the rows are not yet rotated, the last ones' keys and values not yet stored).
+// (groups of four elements of a head), STORES (the rows are not yet rotated, the last ones' keys and values not yet stored),
+// JOINS (ranges of a token are joined by the workgroup that is done last).
 
 struct Params {
     num_heads: u32, num_key_value_heads: u32, head_dim: u32, group_size: u32, group_offset: u32, scale: f32,
@@ -13,7 +14,9 @@ struct Item {
     // First row of `qkv`, rows, where the block table begins, the first key of the range,
     row: u32, num_tokens: u32, table: u32, first_key: u32,
     // its end, the position of the first row, and where to leave partial sums: all ones if there is no need.
-    end_key: u32, position: u32, slot: u32, unused: u32,
+    end_key: u32, position: u32, slot: u32,
+    // Of one token: index of the range and, times MAX_RANGES, how many there are.
+    range: u32,
 }
 
 @group(0) @binding(0) var<storage, read> qkv: array<f32>;
@@ -21,7 +24,11 @@ struct Item {
 @group(0) @binding(2) var<storage, read> tables: array<u32>;
 #include cached
 @group(0) @binding(5) var<storage, read_write> output: array<f32>;
+#if JOINS
+@group(0) @binding(6) @coherent var<storage, read_write> partial: array<vec4<f32>>;
+#else
 @group(0) @binding(6) var<storage, read_write> partial: array<vec4<f32>>;
+#endif
 #if QUANTIZE
 @group(0) @binding(7) var<storage, read_write> quants: array<u32>;
 @group(0) @binding(8) var<storage, read_write> quant_scales: array<vec2<u32>>;
@@ -29,6 +36,10 @@ struct Item {
 #if STORES
 // Cosine and sine of each rotated pair of each row.
 @group(0) @binding(15) var<storage, read> angles: array<vec2<f32>>;
+#endif
+#if JOINS
+// Of the ranges of a token, those that are done, for each key/value head's chunks of query heads; 0 between dispatches.
+@group(0) @binding(16) var<storage, read_write> arrivals: array<atomic<u32>>;
 #endif
 
 const LOWEST = -3.4e38;
