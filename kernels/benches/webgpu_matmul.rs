@@ -108,8 +108,9 @@ fn main() {
     } else if has("prefill") {
         for matrices in [Matrices::OfAdapter, Matrices::None] {
             let mut device = open(GpuOptions { matrices, ..GpuOptions::default() });
-            for (rows, columns, tokens) in
-                [(4096, 4096, 2048), (28672, 4096, 2048), (4096, 14336, 2048), (4096, 4096, 128)]
+            let layers = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)];
+            for ((rows, columns), tokens) in
+                layers.into_iter().flat_map(|layer| [512, 2048].map(|count| (layer, count)))
             {
                 for ggml_type in [GgmlType::Q4_K, GgmlType::Q6_K] {
                     let weights = [device.linear(vec![matrix(ggml_type, rows, columns)]).unwrap()];

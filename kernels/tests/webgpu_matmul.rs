@@ -155,8 +155,12 @@ fn epilogues_and_stacks_agree_with_the_oracle() {
 /// SwiGLU makes the 8-bit blocks that a matmul has asked for in its own dispatch: those of the rows that it leaves.
 #[test]
 fn blocks_are_made_with_the_products() {
-    let mut device = adapter::open_with(GpuOptions::default());
-    for (ggml_type, tokens) in [(GgmlType::Q4_K, 1), (GgmlType::Q4_0, 3), (GgmlType::Q6_K, MAX_MATVEC_TOKENS)] {
+    let cases = [(GgmlType::Q4_K, 1), (GgmlType::Q4_0, 3), (GgmlType::Q6_K, MAX_MATVEC_TOKENS)];
+    for (shape, (ggml_type, tokens)) in Shape::BLOCKS.into_iter().flat_map(|shape| cases.map(|case| (shape, case))) {
+        let mut device = adapter::open_with(GpuOptions { blocks_shape: Some(shape), ..GpuOptions::default() });
+        if shape.threads > device.gpu().limits().max_compute_invocations_per_workgroup {
+            continue;
+        }
         let (gate_up, down) = (random_matrix(ggml_type, 192, 512, 3), random_matrix(GgmlType::Q8_0, 40, 96, 4));
         let values = random_values(tokens * 512, 11);
         let layers = [&gate_up, &down].map(|matrix| device.linear(vec![matrix.clone()]).unwrap());

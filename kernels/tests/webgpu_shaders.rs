@@ -4,7 +4,7 @@
 
 use std::process::Command;
 
-use lockstep_kernels::webgpu::{source::bindings, variants};
+use lockstep_kernels::webgpu::{gpu::MATRICES, source::bindings, variants};
 use lockstep_tests::environment;
 use naga::{
     AddressSpace,
@@ -81,7 +81,7 @@ fn every_variant_translates_to_metal_within_its_limits() {
 }
 
 /// Their variables in workgroup memory, which drivers lay side by side, take multiples of 16 bytes: matrices that begin anywhere
-/// else are read wrongly, without a word, by an H200.
+/// else are read wrongly, without a word, by an H200. Together they take no more than adapters are asked for.
 #[test]
 fn every_variant_for_tensor_cores_is_valid_and_aligned() {
     for (source, mut options) in variants::all() {
@@ -90,6 +90,8 @@ fn every_variant_for_tensor_cores_is_valid_and_aligned() {
             let name = format!("{} {options:?}", source.name);
             let (module, _) = validate(&name, &source.variant(&options).unwrap());
             assert!(workgroup_sizes(&module).all(|num_bytes| num_bytes.is_multiple_of(16)), "{name}");
+            let (_, most) = MATRICES[usize::from(options.contains(&("SMALL", 1)))];
+            assert!(workgroup_sizes(&module).sum::<u32>() <= most, "{name}");
         }
     }
 }

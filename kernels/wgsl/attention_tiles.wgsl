@@ -4,7 +4,7 @@
 // ROWS is head `i % GROUP` of token `i / GROUP`. For each tile of KEYS keys thread (x, y) makes the scores of LINES rows and
 // four keys; the threads that share a row weigh its scores; then a thread adds the weighted values of its rows, of every
 // ACROSS-th group of four elements. Queries and keys come to workgroup memory CHUNK groups at a time, values VALUE_KEYS keys at
-// a time. Weights take the place of queries and keys there. Loads stand under no condition: they would be awaited one by one.
+// a time. Weights take the place of queries and keys there.
 //
 // Options: those of `attention` (heads of at most 128 elements); ROWS, KEYS, LINES, VALUE_KEYS; THREADS (ROWS / LINES times
 // KEYS / 4), GROUP, STEPS (groups of a head that a thread holds).

@@ -104,7 +104,6 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         workgroupBarrier();
     }
 #if ADD
-    // Also of outputs that are not stored: loads under a condition are awaited one by one.
     for (var j = 0u; j < 4u; j++) {
         for (var i = 0u; i < 4u; i++) {
             sums[i][j] += output[output_at(group.y * TILE + x + SIDE * j, group.x * OUTPUTS + y + SIDE * i)];

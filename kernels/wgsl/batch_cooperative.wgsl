@@ -132,7 +132,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     {
         let row = first_row + $iu * EDGE;
         let token = first_token + $ju * EDGE;
-        // Of each element of both: what it is added to. Also where it is not stored: loads under a condition are awaited one by one.
+        // What each element of both is added to.
         var held: array<vec2<f32>, TAKEN>;
 #if ADD
         for (var n = 0u; n < TAKEN; n++) {

@@ -45,7 +45,6 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
                 for (var i = 0u; i < 4u; i++) {
                     let pair = widen(words[i]);
                     let column = at * size + i * step;
-                    // No load stands under a condition: it would be awaited before the next one.
                     let first = pair.x * input[start + min(column, params.columns - 1u)];
                     sum += select(0.0, first, column < params.columns);
                     if (DTYPE != 2u) {

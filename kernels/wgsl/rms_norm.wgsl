@@ -71,7 +71,6 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     var kept: array<Element, KEPT>;
     var kept_weights: array<Element, KEPT>;
     for (var i = 0u; i < KEPT; i++) {
-        // No load stands under a condition: it would be awaited before the next one.
         let column = thread + i * THREADS;
         kept[i] = input[start + min(column, width - 1u)];
         kept_weights[i] = weight[min(column, width - 1u)];

@@ -48,7 +48,6 @@ fn clean(value: f32) -> f32 {
 fn load(thread: u32, slice: u32, row: u32) {
     for (var i = thread; i < SLICE; i += THREADS) {
         let column = slice * SLICE + i;
-        // No load stands under a condition: it would be awaited before the next one.
         let logit = logits[row * params.width + min(column, params.width - 1u)];
         keys[i] = select(0u, ordered(clean(logit)), column < params.width);
         places[i] = i;

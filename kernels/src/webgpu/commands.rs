@@ -26,9 +26,7 @@ const INPUT_BYTES: usize = 1 << 20;
 /// Inputs begin at multiples of it, as bindings must.
 const ALIGNMENT: usize = 256;
 /// Dispatches below which a list is encoded when it is submitted.
-const LEAST_PREPARED: usize = 16;
-/// Dispatches that keep a GPU busy while the host describes the rest of a step: of 12, an H200 was done before that.
-const HEAD_START: usize = 24;
+const LEAST_PREPARED: usize = 8;
 /// Rows of parameters that there are at least.
 const MIN_PARAMETER_ROWS: usize = 512;
 /// Bind groups that are kept.
@@ -60,13 +58,13 @@ struct Dispatch {
     grid: [u32; 3],
 }
 
-/// A list of dispatches that was submitted last at its place in a step, encoded once more if it came twice, while the GPU
-/// executes it: most decode steps are the lists of the step before, with other inputs.
-struct Known {
+/// A list of dispatches as it was submitted. One that came twice in a row is encoded once more while the GPU executes it, as it
+/// may well come again: most decode steps are the lists of the step before, with other inputs.
+struct SubmittedList {
     dispatches: Vec<Dispatch>,
     copy: Option<Copy>,
-    comes_again: bool,
-    commands: Option<CommandBuffer>,
+    is_repeated: bool,
+    prepared: Option<CommandBuffer>,
 }
 
 /// What is read back after the dispatches.
@@ -98,12 +96,13 @@ impl Inputs {
 pub struct Commands {
     gpu: Arc<Gpu>,
     waiting: Vec<Dispatch>,
-    /// What gave the GPU a head start of the last step, and what was submitted last of it.
-    known: [Option<Known>; 2],
+    /// Of the long lists, the last that began a step (or was all of it, or came outside of steps), and the last after a head start.
+    submitted: [Option<SubmittedList>; 2],
     bind_groups: HashMap<(Arc<Pipeline>, Vec<Binding>), Arc<BindGroup>, RandomState>,
     /// Inputs of the open step, or since the last submission; the last one takes more.
     inputs: Vec<Inputs>,
     is_step_open: bool,
+    /// Whether the open step had its head start.
     has_started: bool,
     is_rehearsal: bool,
     /// Rows for the parameters, where they are no immediates.
@@ -127,7 +126,7 @@ impl Commands {
             is_rehearsal: false,
             gpu: Arc::clone(gpu),
             waiting: Vec::new(),
-            known: [None, None],
+            submitted: [None, None],
             bind_groups: HashMap::default(),
             parameters: None,
             read_back: Arc::default(),
@@ -168,13 +167,13 @@ impl Commands {
     /// [`KernelError::Device`] if wgpu refuses it.
     pub fn close_step(&mut self) -> Result<(), KernelError> {
         self.is_step_open = false;
-        self.submit()?;
+        let submitted = self.submit();
         self.has_started = false;
         self.forget_inputs();
-        Ok(())
+        submitted
     }
 
-    /// Forgets what waits.
+    /// Forgets what waits. A head start is executed all the same.
     pub fn abandon_step(&mut self) {
         self.is_step_open = false;
         self.has_started = false;
@@ -282,13 +281,13 @@ impl Commands {
         Ok(())
     }
 
-    /// Submits what waits if it is the first of the step and takes so long that the rest can be described meanwhile. What waits
-    /// cannot be taken back any more.
+    /// Submits what waits if it is the first of the open step and enough for a head start, so that the GPU computes while the
+    /// rest is described. Nothing of it can be taken back then.
     ///
     /// # Errors
     /// [`KernelError::Device`] if wgpu refuses it.
     pub fn start(&mut self) -> Result<(), KernelError> {
-        if !self.is_step_open || self.has_started || self.waiting.len() < HEAD_START {
+        if !self.is_step_open || self.has_started || self.waiting.len() < self.gpu.options().head_start {
             return Ok(());
         }
         self.submit_and_copy(None)?;
@@ -330,7 +329,7 @@ impl Commands {
         let known = self.parameters.take().filter(|known| known.num_rows() >= dispatches.len());
         let parameters = known.unwrap_or_else(|| {
             // What was prepared refers to the rows of before.
-            self.known = [None, None];
+            self.submitted = [None, None];
             Parameters::new(&self.gpu.device, layout, dispatches.len().next_power_of_two().max(MIN_PARAMETER_ROWS))
         });
         parameters.send(&self.gpu.queue, dispatches.iter().map(|dispatch| &dispatch.parameters));
@@ -340,21 +339,21 @@ impl Commands {
     /// Submits what was prepared if that is the list.
     fn submit_long(&mut self, dispatches: Vec<Dispatch>, copy: Option<Copy>) {
         let place = usize::from(self.has_started);
-        let known = self.known[place].take().filter(|known| known.dispatches == dispatches && known.copy == copy);
-        let comes_again = known.is_some();
-        let prepared = known.and_then(|known| known.commands);
+        let before = self.submitted[place].take().filter(|list| list.dispatches == dispatches && list.copy == copy);
+        let is_repeated = before.is_some();
+        let prepared = before.and_then(|list| list.prepared);
         let commands = prepared.unwrap_or_else(|| self.encode(&dispatches, copy.as_ref()));
         self.gpu.queue.submit([commands]);
-        self.known[place] = Some(Known { dispatches, copy, comes_again, commands: None });
+        self.submitted[place] = Some(SubmittedList { dispatches, copy, is_repeated, prepared: None });
     }
 
     /// Encodes what came twice once more.
     fn prepare(&mut self) {
-        let mut known = std::mem::take(&mut self.known);
-        for known in known.iter_mut().flatten().filter(|known| known.comes_again && known.commands.is_none()) {
-            known.commands = Some(self.encode(&known.dispatches, known.copy.as_ref()));
+        let mut lists = std::mem::take(&mut self.submitted);
+        for list in lists.iter_mut().flatten().filter(|list| list.is_repeated && list.prepared.is_none()) {
+            list.prepared = Some(self.encode(&list.dispatches, list.copy.as_ref()));
         }
-        self.known = known;
+        self.submitted = lists;
     }
 
     fn encode(&self, dispatches: &[Dispatch], copy: Option<&Copy>) -> CommandBuffer {

@@ -33,7 +33,7 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 pub const PARAMETER_BYTES: u32 = 64;
 
 /// Edges of the matrices of tensor cores that shaders are written for, and the workgroup memory that these take.
-const MATRICES: [(u32, u32); 2] = [(16, 45 << 10), (8, 26 << 10)];
+pub const MATRICES: [(u32, u32); 2] = [(16, 45 << 10), (8, 26 << 10)];
 
 /// Which tensor cores are used.
 #[derive(Clone, Copy, Debug)]
@@ -57,8 +57,12 @@ pub struct GpuOptions {
     pub matrices: Matrices,
     /// Memory through which workgroups of a dispatch see what others of it wrote, where the adapter has it.
     pub use_coherent_memory: bool,
+    /// Dispatches from which on a step is begun while the host describes the rest of it.
+    pub head_start: usize,
     /// Most threads that share a row of a norm.
     pub norm_threads: u32,
+    /// Shape of the products that are made as 8-bit blocks; `None`: what suits the adapter.
+    pub blocks_shape: Option<Shape>,
     /// Parameters as immediates, where the adapter has them; else they are uniforms.
     pub use_immediates: bool,
     /// No binding of weights or of a KV cache is larger, whatever the adapter allows.
@@ -72,7 +76,10 @@ impl Default for GpuOptions {
             use_f16: true,
             matrices: Matrices::OfAdapter,
             use_coherent_memory: true,
+            // Of 12 dispatches an H200 was done before the rest was described.
+            head_start: 24,
             norm_threads: 512,
+            blocks_shape: None,
             use_immediates: true,
             max_binding_bytes: u64::MAX,
         }
@@ -156,7 +163,8 @@ impl Gpu {
         }
         let features = adapter.features() & wanted;
         let limits = adapter.limits();
-        // SAFETY: the experimental feature asked for is used by shaders that are tested on adapters with it.
+        // SAFETY: shaders use the experimental feature, matrices, as its documentation demands; with it they were tested on an
+        // H200, and elsewhere with plain arithmetic in its place.
         let experimental_features = unsafe { wgpu::ExperimentalFeatures::enabled() };
         let descriptor = DeviceDescriptor {
             label: Some("lockstep"),

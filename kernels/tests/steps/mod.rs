@@ -69,7 +69,8 @@ pub struct Batch<'a> {
     positions: Vec<u32>,
     slot_mapping: Vec<u32>,
     sequences: Vec<AttentionSequence<'a>>,
-    sampled_rows: Vec<u32>,
+    /// Those whose logits are wanted.
+    pub sampled_rows: Vec<u32>,
 }
 
 impl<D: Device> Model<D> {
@@ -121,11 +122,11 @@ impl<D: Device> Model<D> {
     }
 
     pub fn step(&mut self, batch: &Batch<'_>) -> Vec<Candidates> {
-        self.run(batch, false)
+        self.run(batch, false).unwrap()
     }
 
     /// A step, or the rehearsal of one.
-    pub fn run(&mut self, batch: &Batch<'_>, is_rehearsal: bool) -> Vec<Candidates> {
+    pub fn run(&mut self, batch: &Batch<'_>, is_rehearsal: bool) -> Result<Vec<Candidates>, KernelError> {
         let Self { device, table, layers, norm, rope, cache, hidden, normed, qkv, attention, feed_forward, .. } = self;
         let Self { gathered, gathered_normed, logits, is_reduced_on_host, .. } = self;
         let num_tokens = batch.token_ids.len();
@@ -154,10 +155,9 @@ impl<D: Device> Model<D> {
             device.sample(&vec![row; num_rows], 0, logits)
         };
         if is_rehearsal {
-            device.prepare(|device| device.step(body).map(drop)).unwrap();
-            return Vec::new();
+            return device.prepare(|device| device.step(body).map(drop)).map(|()| Vec::new());
         }
-        device.step(body).unwrap()
+        device.step(body)
     }
 
     pub fn hidden_rows(&mut self, num_tokens: usize) -> Vec<f32> {

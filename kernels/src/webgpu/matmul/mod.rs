@@ -79,9 +79,12 @@ impl Shape {
         }
     }
 
-    /// The fastest of `matvec_blocks.wgsl` on an H200, if the adapter has as many threads.
+    /// Of `matvec_blocks.wgsl`: the fastest on an H200, where each subgroup then has two of the 32 outputs, if the adapter has as
+    /// many threads and no smaller subgroups, some of which would have none.
     fn with_blocks(gpu: &Gpu) -> Self {
-        Self::BLOCKS[usize::from(gpu.most_threads() >= Self::BLOCKS[1].threads)]
+        let [small, large] = Self::BLOCKS;
+        let suits = gpu.most_threads() >= large.threads && large.threads / gpu.subgroup_threads() <= 32;
+        gpu.options().blocks_shape.unwrap_or(if suits { large } else { small })
     }
 }
 

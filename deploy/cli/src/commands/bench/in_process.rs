@@ -27,7 +27,7 @@ use super::{
 use crate::{commands::worker::is_on, progress, settings};
 
 const WORKER_ID: &str = "bench";
-/// What does not fit fails when it is loaded.
+/// Memory that every device is planned with: what does not fit fails when it is loaded.
 const MEMORY_BYTES: u64 = 1 << 40;
 
 /// A loaded replica.
@@ -66,7 +66,7 @@ impl InProcessTarget {
         let plan = lockstep_sharding::plan(checkpoint.shape(), &topology, &policy, &options(args))?;
         let plan_dtype = plan.replicas.first().and_then(|replica| replica.find_rank(0)).map(|(_, rank)| rank.dtype);
         let links = Arc::new(LinkListener::bind(SocketAddr::from(([127, 0, 0, 1], 0)), None)?);
-        let max_sequence_tokens = plan.max_sequence_tokens;
+        let (max_sequence_tokens, max_step_tokens) = (plan.max_sequence_tokens, plan.max_step_tokens);
         let spec = ReplicaSpec {
             worker_id: String::from(WORKER_ID),
             model: String::from(WORKER_ID),
@@ -77,7 +77,7 @@ impl InProcessTarget {
             block_size: plan.block_size,
             max_sequence_tokens,
             max_num_sequences: plan.max_num_sequences,
-            max_step_tokens: plan.max_step_tokens,
+            max_step_tokens,
             plan: plan.replicas.into_iter().next().context("the plan has no replica")?,
             is_prefix_caching: is_on("prefix-caching", &args.prefix_caching)?,
             max_waiting_sequences: args.concurrent.iter().copied().max().unwrap_or(1).max(1),
@@ -104,7 +104,7 @@ impl InProcessTarget {
         let kv = plan_dtype.map_or_else(String::new, |dtype| format!(", KV in {dtype}"));
         let name = lockstep_coordinator::config::default_model_name(&model.to_string_lossy());
         let description = format!(
-            "{name} in process, tensor {} x pipeline {}, {device}{kv}",
+            "{name} in process, tensor {} x pipeline {}, {device}{kv}, steps of {max_step_tokens} tokens at most",
             args.tensor_parallel, args.pipeline_parallel
         );
         Ok(Self {
@@ -173,19 +173,44 @@ fn devices(args: &Args, world_size: usize) -> anyhow::Result<LocalDevices> {
     Ok(devices)
 }
 
-/// As many devices as ranks, all as fast as the slowest: measurements scatter, and equal devices have equal parts.
-fn topology(num_devices: usize, infos: &[DeviceInfo], dtype: Option<Dtype>) -> Topology {
-    let slowest = |rate: fn(&DeviceInfo) -> f64| infos.iter().map(rate).fold(f64::INFINITY, f64::min);
+/// As many devices as ranks, each as fast as the slowest of those that get one: measurements scatter, and equal devices have
+/// equal parts.
+fn topology(world_size: usize, infos: &[DeviceInfo], dtype: Option<Dtype>) -> Topology {
+    let used = &infos[..world_size.min(infos.len())];
+    let slowest = |rate: fn(&DeviceInfo) -> f64| used.iter().map(rate).fold(f64::INFINITY, f64::min);
     let device = |local_rank| DeviceSpec {
         worker_id: String::from(WORKER_ID),
         local_rank,
         host: String::from(WORKER_ID),
-        name: infos.first().map(|info| info.name.clone()).unwrap_or_default(),
+        name: used.first().map(|info| info.name.clone()).unwrap_or_default(),
         memory_bytes: MEMORY_BYTES,
         memory_bytes_per_second: slowest(|info| info.memory_bytes_per_second),
         operations_per_second: slowest(|info| info.operations_per_second),
         dtype,
         peer_link: None,
     };
-    Topology { devices: (0..num_devices).map(device).collect(), intra_host: None, inter_host: None }
+    Topology { devices: (0..world_size).map(device).collect(), intra_host: None, inter_host: None }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_are_as_fast_as_the_slowest_device_that_has_one() {
+        let info = |name: &str, rate: f64| DeviceInfo {
+            name: String::from(name),
+            memory_bytes: 1,
+            host_memory_bytes: None,
+            memory_bytes_per_second: 2.0 * rate,
+            operations_per_second: rate,
+            peer_link: None,
+            abilities: Default::default(),
+        };
+        let topology = topology(2, &[info("fast", 5.0), info("slow", 3.0), info("idle", 1.0)], None);
+        let rates: Vec<_> =
+            topology.devices.iter().map(|it| (it.memory_bytes_per_second, it.operations_per_second)).collect();
+        assert_eq!(rates, [(6.0, 3.0); 2]);
+        assert!(topology.devices.iter().all(|device| device.name == "fast"));
+    }
 }
