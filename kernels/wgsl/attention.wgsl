@@ -40,17 +40,15 @@ struct Copies {
 #end
 }
 
+// Keys past the end, which no row sees, are the last one.
 fn fetch(item: Item, head: u32, tile: u32, thread: u32) -> Copies {
     var copies: Copies;
 #repeat i COPIES
     {
         let index = thread + $iu * THREADS;
-        let key = tile + index / GROUPS;
-        if (index < KEYS * GROUPS && key < item.end_key) {
-            let at = key_at(item, head, key);
-            copies.key_$i = load_key(at.x + index % GROUPS, at.y);
-            copies.value_$i = load_value(at.x + index % GROUPS, at.y);
-        }
+        let at = key_at(item, head, min(tile + index / GROUPS, item.end_key - 1u));
+        copies.key_$i = load_key(at.x + index % GROUPS, at.y);
+        copies.value_$i = load_value(at.x + index % GROUPS, at.y);
     }
 #end
     return copies;
@@ -70,10 +68,10 @@ fn keep_group(key: Stored, value: Stored, index: u32) {
 
 // A group of four elements of the head that begins at `start`, zeros past its end.
 fn load_group(start: u32, group: u32) -> vec4<f32> {
-    var elements = vec4<f32>(0.0);
+    var elements: vec4<f32>;
     for (var i = 0u; i < 4u; i++) {
         let element = 4u * group + i;
-        if (element < params.head_dim) { elements[i] = qkv[start + element]; }
+        elements[i] = select(0.0, qkv[start + min(element, params.head_dim - 1u)], element < params.head_dim);
     }
     return elements;
 }
