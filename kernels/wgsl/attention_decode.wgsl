@@ -1,8 +1,8 @@
 // Paged flash attention of one token: GROUP query heads that share a key/value head, against a range of its keys.
 //
 // A workgroup takes one item (x) and GROUP query heads of one key/value head (y: the heads, in chunks of GROUP). Each element of
-// its keys and values is read once, straight to registers, four keys at a time. Rounds of QUADS four keys, one for most ranges,
-// have three parts:
+// its keys and values is read once, straight to registers, four keys at a time. Rounds of ROUND_QUADS four keys, one for most
+// ranges, have three parts:
 //  - scores: KEY_LANES neighbouring threads share four keys, each with every KEY_LANES-th group of four elements;
 //  - weights: a share of the threads has one for each four keys of its query head; the softmax is taken online over rounds;
 //  - sums: a share of the threads has one for each group of elements of the values, and takes every SHARES-th four keys.
@@ -13,11 +13,14 @@
 // key and value stored by the first chunk whose range ends with them. What others read of that place in this dispatch they do
 // not use.
 //
+// Neighbours are those of a subgroup: where threads shuffle (KEY_LANES > 1), their numbers are made of its own, since the order of
+// the local index is promised by nobody. Subgroups are full.
+//
 // Options: those of `attention`; HEAD_DIM, GROUP (a power of two), THREADS (at least GROUP * GROUPS), KEY_LANES (a power of two, at
-// most THREADS / GROUP and the threads of a subgroup; these are neighbours) with its logarithm LANE_STEPS: HALVINGS steps that
-// halve the heads and MORE_STEPS that do not; SLICE (groups of a key that a thread loads at once), FOURS (four keys whose values
-// a thread loads at once), POOL (workgroup memory for scores and sums, in vectors: at least THREADS, and for half of the
-// shares), QUAD (4), MAX_RANGES (of a token, at most THREADS / GROUP).
+// most THREADS / GROUP and the threads of a subgroup) with its logarithm LANE_STEPS: HALVINGS steps that halve the heads and
+// MORE_STEPS that do not; SLICE (groups of a key that a thread loads at once), LOADED_QUADS (four keys whose values a thread loads
+// at once), POOL (workgroup memory for scores and sums, in vectors: at least THREADS, and for half of the shares), QUAD (4, for
+// #repeat alone), MAX_RANGES (of a token, at most THREADS / GROUP).
 
 #include attention
 #if QUANTIZE
@@ -27,7 +30,7 @@
 
 const NONE = 0xffffffffu;
 // Of a round, four keys each.
-const QUADS = POOL / GROUP;
+const ROUND_QUADS = POOL / GROUP;
 // Threads that share four keys, and times that they load until they had all groups.
 const SLOTS = THREADS / KEY_LANES;
 const SLICE_GROUPS = SLICE * KEY_LANES;
@@ -48,14 +51,14 @@ const LANE_HEADS = GROUP >> HALVINGS;
 var<workgroup> queries: array<vec4<f32>, ALL_GROUPS>;
 // Scores, then weights, four keys each, by head; at the end sums of shares.
 var<workgroup> pool: array<vec4<f32>, POOL>;
-// Of some threads of each head: the largest score, then the sum of the weights.
-var<workgroup> folded: array<f32, SLOTS>;
-// Of the heads: the largest score, and what sums of before are worth by it.
-var<workgroup> largest: array<f32, GROUP>;
-var<workgroup> corrections: array<f32, GROUP>;
+// What each slot has found for its head: the largest score, at the end the sum of the weights.
+var<workgroup> slot_results: array<f32, SLOTS>;
+// Of the heads: the largest score so far, and what sums of before are worth by it.
+var<workgroup> running_maxima: array<f32, GROUP>;
+var<workgroup> rescale: array<f32, GROUP>;
 #if STORES
 // The token's own key and value.
-var<workgroup> fresh: array<Stored, 2u * GROUPS>;
+var<workgroup> own_key_value: array<Stored, 2u * GROUPS>;
 #endif
 #if JOINS
 // Ranges whose workgroups were there before.
@@ -63,8 +66,8 @@ var<workgroup> num_before: u32;
 #endif
 #include decode_rows
 
-// What a thread weighs for its head, those of before included: the largest score, and the sum of its weights.
-struct Weighed { highest: f32, total: f32 }
+// What a thread knows of its head's softmax so far: the largest score, and the sum of the weights that it made itself.
+struct Softmax { running_max: f32, running_sum: f32 }
 
 // Groups on their way, of four keys. They have names, not places in an array, so that all are under way at the same time in
 // registers.
@@ -75,7 +78,7 @@ struct Keys {
 }
 
 struct Values {
-#repeat i FOURS
+#repeat i LOADED_QUADS
     at_$i_0: Stored, at_$i_1: Stored, at_$i_2: Stored, at_$i_3: Stored,
 #end
 }
@@ -86,7 +89,7 @@ fn place_of(item: Item, head: u32, start: vec2<u32>, first: u32, index: u32, las
     return key_at(item, head, min(first + index, last_key));
 }
 
-// Loads are not conditional, since their results would be awaited where branches join: who has no keys takes the last ones.
+// Who has no keys loads the last ones.
 
 // `first_group` of four keys and every KEY_LANES-th group from there on.
 fn fetch_keys(item: Item, head: u32, last_key: u32, quad: u32, first_group: u32) -> Keys {
@@ -110,7 +113,7 @@ fn fetch_keys(item: Item, head: u32, last_key: u32, quad: u32, first_group: u32)
 // One group of the values of four keys and of every SHARES-th four from there on.
 fn fetch_values(item: Item, head: u32, last_key: u32, first_quad: u32, group: u32) -> Values {
     var fetched: Values;
-#repeat i FOURS
+#repeat i LOADED_QUADS
     {
         let first = 4u * min(first_quad + $iu * SHARES, last_key / 4u);
         let start = key_at(item, head, first);
@@ -131,7 +134,7 @@ fn with_own(fetched: Keys, index: u32, first_group: u32) -> Keys {
     var four = fetched;
 #repeat j SLICE
     if (IS_EVEN || first_group + $ju * KEY_LANES < GROUPS) {
-        let own = fresh[first_group + $ju * KEY_LANES];
+        let own = own_key_value[first_group + $ju * KEY_LANES];
         four.at_0_$j = select(four.at_0_$j, own, index == 0u);
         four.at_1_$j = select(four.at_1_$j, own, index == 1u);
         four.at_2_$j = select(four.at_2_$j, own, index == 2u);
@@ -147,7 +150,7 @@ fn completed(four: mat4x4<f32>, item: Item, first: u32, end: u32, group: u32) ->
     var result = four;
     var own = vec4<f32>(0.0);
 #if STORES
-    own = widen(fresh[GROUPS + group]);
+    own = widen(own_key_value[GROUPS + group]);
 #endif
 #repeat i QUAD
     if (first + $iu >= end) { result[$i] = select(vec4<f32>(0.0), own, first + $iu == item.position); }
@@ -240,7 +243,7 @@ fn make_scores(item: Item, head: u32, last_key: u32, first: u32, num_quads: u32,
         if (step + slot < num_quads && lane % max(KEY_LANES / GROUP, 1u) == 0u) {
             let is_seen = vec4<u32>(4u * quad) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(item.end_key);
             for (var i = 0u; i < LANE_HEADS; i++) {
-                let at = (lane * GROUP / KEY_LANES + i) * QUADS + step + slot;
+                let at = (lane * GROUP / KEY_LANES + i) * ROUND_QUADS + step + slot;
                 pool[at] = select(vec4<f32>(LOWEST), sums[i], is_seen);
             }
         }
@@ -250,35 +253,35 @@ fn make_scores(item: Item, head: u32, last_key: u32, first: u32, num_quads: u32,
 // The largest of what the threads of this one's head have.
 fn head_max(value: f32, thread: u32) -> f32 {
     var most = lanes_max(value);
-    if (thread % KEY_LANES == 0u) { folded[thread / KEY_LANES] = most; }
+    if (thread % KEY_LANES == 0u) { slot_results[thread / KEY_LANES] = most; }
     workgroupBarrier();
-    for (var i = 0u; i < HEAD_SLOTS; i++) { most = max(most, folded[thread / HEAD_THREADS * HEAD_SLOTS + i]); }
+    for (var i = 0u; i < HEAD_SLOTS; i++) { most = max(most, slot_results[thread / HEAD_THREADS * HEAD_SLOTS + i]); }
     return most;
 }
 
 // Makes weights of the scores, relative to the largest one so far.
-fn weigh(num_quads: u32, before: Weighed, thread: u32) -> Weighed {
+fn make_weights(num_quads: u32, before: Softmax, thread: u32) -> Softmax {
     let head = thread / HEAD_THREADS;
     let first = thread % HEAD_THREADS;
-    var most = before.highest;
+    var most = before.running_max;
     for (var i = first; i < num_quads; i += HEAD_THREADS) {
-        let scores = pool[head * QUADS + i];
+        let scores = pool[head * ROUND_QUADS + i];
         most = max(most, max(max(scores.x, scores.y), max(scores.z, scores.w)));
     }
     most = head_max(most, thread);
-    let correction = exp(before.highest - most);
-    var total = before.total * correction;
+    let factor = exp(before.running_max - most);
+    var total = before.running_sum * factor;
     for (var i = first; i < num_quads; i += HEAD_THREADS) {
         // A key that is not there weighs nothing.
-        let weights = exp(pool[head * QUADS + i] - most);
+        let weights = exp(pool[head * ROUND_QUADS + i] - most);
         total += weights.x + weights.y + (weights.z + weights.w);
-        pool[head * QUADS + i] = weights;
+        pool[head * ROUND_QUADS + i] = weights;
     }
     if (first == 0u) {
-        largest[head] = most;
-        corrections[head] = correction;
+        running_maxima[head] = most;
+        rescale[head] = factor;
     }
-    return Weighed(most, total);
+    return Softmax(most, total);
 }
 
 // Adds the values of a round, times their weights; the first loads are done.
@@ -288,29 +291,29 @@ fn add_values(item: Item, head: u32, end: u32, last_key: u32, first: u32, num_qu
     let group = thread % GROUPS;
     var sums = before;
     var values = fetched;
-    for (var i = 0u; i < GROUP; i++) { sums[i] *= corrections[i]; }
+    for (var i = 0u; i < GROUP; i++) { sums[i] *= rescale[i]; }
     // Threads of no share sum nothing.
-    for (var step = select(num_quads, share, share < SHARES); step < num_quads; step += FOURS * SHARES) {
-#repeat i FOURS
+    for (var step = select(num_quads, share, share < SHARES); step < num_quads; step += LOADED_QUADS * SHARES) {
+#repeat i LOADED_QUADS
         if (step + $iu * SHARES < num_quads) {
             let quad = step + $iu * SHARES;
             let first_key = 4u * (first + quad);
             var four = widen_four(values.at_$i_0, values.at_$i_1, values.at_$i_2, values.at_$i_3);
             if (first_key + 4u > end) { four = completed(four, item, first_key, end, group); }
-            for (var j = 0u; j < GROUP; j++) { sums[j] = plus_product(sums[j], four, pool[j * QUADS + quad]); }
+            for (var j = 0u; j < GROUP; j++) { sums[j] = plus_product(sums[j], four, pool[j * ROUND_QUADS + quad]); }
         }
 #end
-        if (step + FOURS * SHARES < num_quads) {
-            values = fetch_values(item, head, last_key, first + step + FOURS * SHARES, group);
+        if (step + LOADED_QUADS * SHARES < num_quads) {
+            values = fetch_values(item, head, last_key, first + step + LOADED_QUADS * SHARES, group);
         }
     }
     return sums;
 }
 
 // Leaves the sums of LAST_SHARES in `pool`, and of some threads of each head the weights.
-fn leave_shares(weights: f32, own: array<vec4<f32>, GROUP>, thread: u32) {
-    let total = lanes_sum(weights);
-    if (thread % KEY_LANES == 0u) { folded[thread / KEY_LANES] = total; }
+fn leave_shares(running_sum: f32, own: array<vec4<f32>, GROUP>, thread: u32) {
+    let total = lanes_sum(running_sum);
+    if (thread % KEY_LANES == 0u) { slot_results[thread / KEY_LANES] = total; }
     let share = thread / GROUPS;
     var sums = own;
     if (!HAS_ROOM) {
@@ -341,7 +344,7 @@ fn write_heads(item: Item, heads: Heads, is_whole: bool, thread: u32) {
     var total = 0.0;
     if (is_there) {
         for (var i = 0u; i < LAST_SHARES; i++) { sum += pool[i * ALL_GROUPS + thread]; }
-        for (var i = 0u; i < HEAD_SLOTS; i++) { total += folded[own_head * HEAD_SLOTS + i]; }
+        for (var i = 0u; i < HEAD_SLOTS; i++) { total += slot_results[own_head * HEAD_SLOTS + i]; }
     }
     if (is_there && is_whole) {
         sum /= total;
@@ -352,7 +355,7 @@ fn write_heads(item: Item, heads: Heads, is_whole: bool, thread: u32) {
     } else if (is_there) {
         let at = (item.slot * params.num_heads + head) * (GROUPS + 1u);
         partial[at + group] = sum;
-        if (group == 0u) { partial[at + GROUPS] = vec4<f32>(largest[own_head], total, 0.0, 0.0); }
+        if (group == 0u) { partial[at + GROUPS] = vec4<f32>(running_maxima[own_head], total, 0.0, 0.0); }
     }
 #if QUANTIZE
     if (is_whole) {
@@ -418,7 +421,14 @@ fn join_ranges(item: Item, heads: Heads, thread: u32) -> Joined {
 #endif
 
 @compute @workgroup_size(THREADS)
-fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
+fn main(@builtin(workgroup_id) group: vec3<u32>,
+#if LANE_STEPS
+        @builtin(subgroup_id) subgroup: u32, @builtin(subgroup_size) num_lanes: u32,
+        @builtin(subgroup_invocation_id) lane: u32) {
+    let thread = subgroup * num_lanes + lane;
+#else
+        @builtin(local_invocation_index) thread: u32) {
+#endif
     let item = items[group.x];
     let heads = heads_of(group.y, GROUP);
     let head = heads.key_value_head;
@@ -436,23 +446,23 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     if (heads.first >= heads.end) { return; }
     workgroupBarrier();
 
-    var weighed = Weighed(LOWEST, 0.0);
+    var softmax = Softmax(LOWEST, 0.0);
     var sums: array<vec4<f32>, GROUP>;
     for (var i = 0u; i < GROUP; i++) { sums[i] = vec4<f32>(0.0); }
-    for (var first = first_quad; first < end_quad; first += QUADS) {
-        let num_quads = min(QUADS, end_quad - first);
+    for (var first = first_quad; first < end_quad; first += ROUND_QUADS) {
+        let num_quads = min(ROUND_QUADS, end_quad - first);
         make_scores(item, head, last_key, first, num_quads, keys_ahead, thread);
         let values_ahead = fetch_values(item, head, last_key, first + thread / GROUPS, thread % GROUPS);
         workgroupBarrier();
-        weighed = weigh(num_quads, weighed, thread);
+        softmax = make_weights(num_quads, softmax, thread);
         workgroupBarrier();
         sums = add_values(item, head, end, last_key, first, num_quads, values_ahead, sums, thread);
         workgroupBarrier();
-        if (first + QUADS < end_quad) {
-            keys_ahead = fetch_keys(item, head, last_key, first + QUADS + slot, thread % KEY_LANES);
+        if (first + ROUND_QUADS < end_quad) {
+            keys_ahead = fetch_keys(item, head, last_key, first + ROUND_QUADS + slot, thread % KEY_LANES);
         }
     }
-    leave_shares(weighed.total, sums, thread);
+    leave_shares(softmax.running_sum, sums, thread);
     write_heads(item, heads, item.slot == NONE, thread);
 #if JOINS
     if (item.slot == NONE || !is_last(item, group.y, thread)) { return; }

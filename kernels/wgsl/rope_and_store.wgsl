@@ -14,6 +14,7 @@ struct Params {
 @group(0) @binding(1) var<storage, read> angles: array<vec2<f32>>;
 @group(0) @binding(2) var<storage, read> slots: array<u32>;
 #include cached
+#include rotation
 
 fn rotate(start: u32, token: u32, pair: u32) {
     let pairs = params.rotary_dim / 2u;
@@ -24,11 +25,9 @@ fn rotate(start: u32, token: u32, pair: u32) {
     let first = start + pair;
     let second = first + pairs;
 #endif
-    let angle = angles[token * pairs + pair];
-    let x = qkv[first];
-    let y = qkv[second];
-    qkv[first] = x * angle.x - y * angle.y;
-    qkv[second] = x * angle.y + y * angle.x;
+    let turned = rotated(vec2<f32>(qkv[first], qkv[second]), angles[token * pairs + pair]);
+    qkv[first] = turned.x;
+    qkv[second] = turned.y;
 }
 
 // The group of four elements of the head from `start` on, zeros past its end.

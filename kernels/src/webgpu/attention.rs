@@ -1,7 +1,7 @@
 //! Paged flash attention on WebGPU. Device code: `wgsl/attention_decode.wgsl` and `attention_combine.wgsl`; for prompts
 //! `attention_tiles.wgsl`, `attention_cooperative.wgsl` and, with large heads, `attention.wgsl`.
 //! For: [`WebGpuDevice`](super::WebGpuDevice).
-//! Invariant: how a token's keys are cut into ranges depends on its position alone.
+//! Invariant: the keys of a token that is computed singly are cut into ranges by its position alone; a prompt's are not cut.
 
 use lockstep_formats::Dtype;
 
@@ -228,6 +228,7 @@ impl Variant {
         let is_native = u32::from(has_f16 && dtype == Dtype::F16);
         options.extend([
             ("NATIVE", is_native),
+            ("DECODE", u32::from(work == Work::Decode)),
             ("STORES", u32::from(stores)),
             ("JOINS", u32::from(joins)),
             ("GROUPS", head_dim.div_ceil(4) as u32),
@@ -398,7 +399,8 @@ pub(super) fn push(
         let pipeline = commands.gpu().pipeline(source, &options)?;
         let mut bindings = vec![rows.qkv.clone(), items.clone(), staged.tables.clone()];
         bindings.extend(cache.layer(call.layer));
-        bindings.extend([values.clone(), partial.clone()]);
+        bindings.push(values.clone());
+        bindings.extend((work == Work::Decode).then(|| partial.clone()));
         bindings.extend(blocks.iter().chain(rows.rotation.iter().map(|rotation| &rotation.angles)).cloned());
         bindings.extend(joins.then(|| arrivals.clone()));
         let chunks = group_size.div_ceil(work.query_heads(head_dim, group_size));

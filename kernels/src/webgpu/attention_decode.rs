@@ -1,13 +1,14 @@
 //! How attention of one token is cut: ranges of its keys, and what the threads of a workgroup take of one. Device code:
 //! `wgsl/attention_decode.wgsl`, `attention_combine.wgsl`.
 //! For: [`attention`](super::attention), which stages and dispatches it.
-//! Invariant: both depend on the token's position and on the adapter alone, never on what else is in the batch.
+//! Invariant: ranges depend on the token's position alone; what threads take of one, on the cache's type, on heads and groups, and
+//! on the adapter. Neither depends on what else is in the batch.
 
 use lockstep_formats::Dtype;
 
 use super::source::Options;
 
-/// Threads of a workgroup: every adapter has so many, and a thread each has a group of four elements of all its heads.
+/// Threads of a workgroup: as many as every adapter has; one each for the groups of four elements of its query heads.
 const THREADS: u32 = 256;
 /// Threads that share four keys, at most.
 const MAX_KEY_LANES: u32 = 8;
@@ -16,7 +17,7 @@ const MAX_KEY_LANES: u32 = 8;
 const HEAD_POOL: u32 = 128;
 /// Bytes of keys, and of values, that a thread has under way.
 const LOAD_BYTES: usize = 128;
-/// Keys of a range, or a multiple: as many as a workgroup with subgroups takes at once.
+/// Keys of a range, or a multiple: as many as a workgroup with eight key lanes takes at once.
 pub const RANGE_KEYS: usize = 128;
 /// Ranges of a token, at most: with eight key/value heads, two workgroups for each multiprocessor of an H200.
 pub const MAX_RANGES: usize = 33;
@@ -36,13 +37,25 @@ pub fn key_lanes(subgroup_threads: u32) -> u32 {
     subgroup_threads.min(MAX_KEY_LANES)
 }
 
+/// Vectors of scores or sums in workgroup memory.
+fn pool(head_dim: usize, query_heads: u32) -> u32 {
+    let groups = head_dim.div_ceil(4) as u32;
+    // Of shares of the threads, each with all groups, half are added to the other half before they are kept.
+    let kept = (THREADS / groups).div_ceil(2) * groups;
+    (query_heads * kept.max(HEAD_POOL)).max(THREADS)
+}
+
+/// Keys of a range whose scores a workgroup holds at once; it takes more of them in rounds.
+pub fn round_keys(head_dim: usize, group_size: usize) -> usize {
+    let heads = query_heads(head_dim, group_size);
+    4 * (pool(head_dim, heads as u32) as usize / heads)
+}
+
 /// The options of `attention_decode.wgsl` beside those of the cache and of all attention.
 pub fn options(dtype: Dtype, head_dim: usize, query_heads: usize, key_lanes: u32) -> Options {
     let (groups, heads) = (head_dim.div_ceil(4) as u32, query_heads as u32);
     // Loads of a group of four elements, of four keys each.
     let num_loads = (LOAD_BYTES / (4 * dtype.element_bytes())) as u32 / 4;
-    // Of shares of the threads, each with all groups, half are added to the other half before they are kept.
-    let kept = (THREADS / groups).div_ceil(2) * groups;
     let halvings = key_lanes.min(heads).ilog2();
     vec![
         ("HEAD_DIM", head_dim as u32),
@@ -52,8 +65,9 @@ pub fn options(dtype: Dtype, head_dim: usize, query_heads: usize, key_lanes: u32
         ("HALVINGS", halvings),
         ("MORE_STEPS", key_lanes.ilog2() - halvings),
         ("SLICE", groups.div_ceil(key_lanes).min(num_loads)),
-        ("FOURS", num_loads),
-        ("POOL", (heads * kept.max(HEAD_POOL)).max(THREADS)),
+        ("LOADED_QUADS", num_loads),
+        ("POOL", pool(head_dim, heads)),
+        // Counts for `#repeat` alone.
         ("QUAD", 4),
         ("MAX_RANGES", MAX_RANGES as u32),
     ]

@@ -196,7 +196,7 @@ impl Gpu {
         let most_threads = limits.max_compute_invocations_per_workgroup;
         let most_threads = if info.backend == wgpu::Backend::Metal { most_threads.min(256) } else { most_threads };
         let is_narrow = info.device_type == DeviceType::Cpu && !features.contains(Features::SUBGROUP);
-        let subgroup_threads = if features.contains(Features::SUBGROUP) { info.subgroup_min_size.max(1) } else { 1 };
+        let subgroup_threads = if features.contains(Features::SUBGROUP) { subgroup_sizes(&info)[0].max(1) } else { 1 };
         let has_immediates = features.contains(Features::IMMEDIATES);
         let parameter_layout = (!has_immediates).then(|| parameters::layout(&device));
         let gpu = Self {
@@ -447,15 +447,18 @@ impl Drop for Gpu {
     }
 }
 
+/// Threads of the smallest and of the largest subgroup. Metal does not say: wgpu names what any GPU of it may have, while Apple's
+/// have 32.
+fn subgroup_sizes(info: &wgpu::AdapterInfo) -> [u32; 2] {
+    if info.backend == wgpu::Backend::Metal { [32; 2] } else { [info.subgroup_min_size, info.subgroup_max_size] }
+}
+
 /// Edge of the matrices that the shaders for tensor cores use with these features.
 fn matrix_edge(adapter: &Adapter, features: Features) -> Option<u32> {
     use wgpu::CooperativeScalarType::{F16, F32};
     let (info, limits) = (adapter.get_info(), adapter.limits());
     let needed = Features::EXPERIMENTAL_COOPERATIVE_MATRIX | Features::SHADER_F16 | Features::SUBGROUP;
-    // Metal says nothing of its subgroups, which have 32 threads wherever it has matrices.
-    let has_lanes =
-        info.backend == wgpu::Backend::Metal || (info.subgroup_min_size, info.subgroup_max_size) == (32, 32);
-    if !features.contains(needed) || !has_lanes {
+    if !features.contains(needed) || subgroup_sizes(&info) != [32, 32] {
         return None;
     }
     let known = adapter.cooperative_matrix_properties();

@@ -9,7 +9,8 @@
 //!   `kept_pipelines`: these on disk.
 //! - [`source`]: the embedded device code and its variants. [`commands`]: dispatches of a step and their inputs.
 //! - [`reading`]: what comes back, waited for or awaited. [`parameters`]: uniforms where there are no immediates.
-//! - [`tensor`]: activations. [`matmul`] and so on: one operation a file, as in `ops`.
+//! - [`tensor`]: activations. [`matmul`] and so on: one operation a file, as in `ops`. [`attention_decode`]: how attention of one
+//!   token is cut.
 //! - [`WebGpuDevice`]: the operations, which add dispatches to a step.
 
 #[cfg(not(target_family = "wasm"))]

@@ -19,7 +19,7 @@ pub struct Source {
 pub type Options = Vec<(&'static str, u32)>;
 
 /// Files that others include.
-pub(super) const INCLUDES: [(&str, &str); 12] = [
+pub(super) const INCLUDES: [(&str, &str); 13] = [
     ("activations", include_str!("../../wgsl/include/activations.wgsl")),
     ("attention", include_str!("../../wgsl/include/attention.wgsl")),
     ("batch", include_str!("../../wgsl/include/batch.wgsl")),
@@ -31,6 +31,7 @@ pub(super) const INCLUDES: [(&str, &str); 12] = [
     ("params", include_str!("../../wgsl/include/params.wgsl")),
     ("quantize", include_str!("../../wgsl/include/quantize.wgsl")),
     ("reduce", include_str!("../../wgsl/include/reduce.wgsl")),
+    ("rotation", include_str!("../../wgsl/include/rotation.wgsl")),
     ("weights", include_str!("../../wgsl/include/weights.wgsl")),
 ];
 

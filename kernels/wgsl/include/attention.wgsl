@@ -1,8 +1,8 @@
 // What the attention shaders share: parameters, items of work, bindings, where keys and values are. Brings `cached`.
 //
 // Options: those of `cached`, BLOCK_SIZE, QUANTIZE (the output as 8-bit blocks as well; heads are then whole blocks), GROUPS
-// (groups of four elements of a head), STORES (the rows are not yet rotated, the last ones' keys and values not yet stored),
-// JOINS (ranges of a token are joined by the workgroup that is done last).
+// (groups of four elements of a head), DECODE (items are of one token, and may leave partial sums), STORES (the rows are not yet
+// rotated, the last ones' keys and values not yet stored), JOINS (ranges of a token are joined by the workgroup that is done last).
 
 struct Params {
     num_heads: u32, num_key_value_heads: u32, head_dim: u32, group_size: u32, group_offset: u32, scale: f32,
@@ -24,10 +24,12 @@ struct Item {
 @group(0) @binding(2) var<storage, read> tables: array<u32>;
 #include cached
 @group(0) @binding(5) var<storage, read_write> output: array<f32>;
+#if DECODE
 #if JOINS
 @group(0) @binding(6) @coherent var<storage, read_write> partial: array<vec4<f32>>;
 #else
 @group(0) @binding(6) var<storage, read_write> partial: array<vec4<f32>>;
+#endif
 #endif
 #if QUANTIZE
 @group(0) @binding(7) var<storage, read_write> quants: array<u32>;

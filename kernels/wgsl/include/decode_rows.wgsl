@@ -1,6 +1,8 @@
 // The queries of one token in workgroup memory, and its own key and value if they are not yet stored.
 //
-// Needs `attention` and, of who includes it, `queries` and `fresh`. Options: STORES, HEAD_DIM, GROUP, GROUPS, THREADS.
+// Needs `attention` and, of who includes it, `queries` and `own_key_value`. Options: STORES, HEAD_DIM, GROUP, GROUPS, THREADS.
+
+#include rotation
 
 // A group of four elements of the head that begins at `start`, zeros past its end.
 fn load_group(start: u32, row: u32, group: u32, is_rotated: bool) -> vec4<f32> {
@@ -18,8 +20,8 @@ fn load_group(start: u32, row: u32, group: u32, is_rotated: bool) -> vec4<f32> {
         let pair = select(element - select(0u, pairs, is_second), element / 2u, is_interleaved);
         let other = qkv[start + select(element, other_element, is_moved)];
         let angle = angles[select(0u, row * pairs + pair, is_moved)];
-        let moved = value * angle.x + select(-other, other, is_second) * angle.y;
-        value = select(value, moved, is_moved);
+        let turned = rotated(select(vec2<f32>(value, other), vec2<f32>(other, value), is_second), angle);
+        value = select(value, select(turned.x, turned.y, is_second), is_moved);
 #endif
         elements[i] = select(0.0, value, 4u * group + i < HEAD_DIM);
     }
@@ -40,7 +42,7 @@ fn load_rows(item: Item, heads: Heads, thread: u32, is_storing: bool) {
 #if STORES
         if (row >= GROUP && item.end_key > item.position) {
             let own = narrow(elements);
-            fresh[i - GROUP * GROUPS] = own;
+            own_key_value[i - GROUP * GROUPS] = own;
             let at = key_at(item, head, item.position) + vec2<u32>(i % GROUPS, 0u);
             if (is_storing && row == GROUP) { store_key(at.x, at.y, own); }
             if (is_storing && row > GROUP) { store_value(at.x, at.y, own); }
