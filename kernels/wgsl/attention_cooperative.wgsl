@@ -9,8 +9,8 @@
 // held is put down in `output`, scaled.
 //
 // Options: those of `attention` (16-bit caches) and of the matrices; TEAMS, GROUP, ROW_TILES (matrices along the rows of a
-// subgroup), KEY_TILES (along a tile of keys), HEAD_TILES (along a head), LANE_GROUPS (of four keys of a tile, that a thread weighs);
-// F16 and COOPERATIVE (directives), both 1.
+// subgroup), KEY_TILES (along a tile of keys), HEAD_TILES (along a head), LANE_GROUPS (of four keys of a tile, that a thread
+// weighs); F16 and COOPERATIVE (directives), both 1.
 
 #include attention
 #include matrices

@@ -25,9 +25,11 @@ fn rotate(start: u32, token: u32, pair: u32) {
     let first = start + pair;
     let second = first + pairs;
 #endif
-    let turned = rotated(vec2<f32>(qkv[first], qkv[second]), angles[token * pairs + pair]);
-    qkv[first] = turned.x;
-    qkv[second] = turned.y;
+    let angle = angles[token * pairs + pair];
+    let x = qkv[first];
+    let y = qkv[second];
+    qkv[first] = rotated(x, -y, angle);
+    qkv[second] = rotated(y, x, angle);
 }
 
 // The group of four elements of the head from `start` on, zeros past its end.

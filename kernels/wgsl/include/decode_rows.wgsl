@@ -20,8 +20,7 @@ fn load_group(start: u32, row: u32, group: u32, is_rotated: bool) -> vec4<f32> {
         let pair = select(element - select(0u, pairs, is_second), element / 2u, is_interleaved);
         let other = qkv[start + select(element, other_element, is_moved)];
         let angle = angles[select(0u, row * pairs + pair, is_moved)];
-        let turned = rotated(select(vec2<f32>(value, other), vec2<f32>(other, value), is_second), angle);
-        value = select(value, select(turned.x, turned.y, is_second), is_moved);
+        value = select(value, rotated(value, select(-other, other, is_second), angle), is_moved);
 #endif
         elements[i] = select(0.0, value, 4u * group + i < HEAD_DIM);
     }

@@ -1,6 +1,7 @@
-// The rotation of a pair of elements, for all that rotate: a key's bits do not depend on who does.
+// The rotation of an element, for all that rotate: a key's bits do not depend on who does.
 
-// By an angle's cosine and sine. The sum is fused by name, so that no compiler chooses which product it rounds.
-fn rotated(pair: vec2<f32>, angle: vec2<f32>) -> vec2<f32> {
-    return fma(pair, vec2<f32>(angle.x), vec2<f32>(-pair.y, pair.x) * angle.y);
+// `other` is the pair's other element, negated for the pair's first one; `angle` has cosine and sine. The sum is fused by name,
+// so that no compiler chooses which product it rounds.
+fn rotated(element: f32, other: f32, angle: vec2<f32>) -> f32 {
+    return fma(element, angle.x, other * angle.y);
 }
