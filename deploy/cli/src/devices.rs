@@ -11,8 +11,8 @@ use crate::UsageError;
 #[derive(Clone, Debug, Default, clap::Args, Deserialize, Serialize)]
 pub struct DeviceArgs {
     /// Devices, one for each rank: auto (GPUs that CUDA, else Metal, Vulkan or DX12 reach, if there are enough for the ranks
-    /// that are asked for, else the processor), cpu, webgpu:auto, or names such as cuda:0,cuda:1, vulkan:0, metal:0 [default:
-    /// auto]
+    /// that are asked for, else the processor), cpu, webgpu:auto, or names such as cuda:0,cuda:1, vulkan:0, metal:0, dx12:0
+    /// [default: auto]
     #[arg(long, env = "LOCKSTEP_DEVICE", value_name = "DEVICES")]
     pub device: Option<String>,
     /// Type in which keys and values are held and attention multiplies: auto (bf16 for BF16 checkpoints, else f16), f16,

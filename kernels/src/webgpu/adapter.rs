@@ -61,7 +61,13 @@ pub(super) fn find(id: AdapterId) -> Result<Adapter, KernelError> {
     if id.ordinal < adapters.len() {
         return Ok(adapters.swap_remove(id.ordinal));
     }
-    let what = format!("{} shows {} adapters", id.backend.name(), adapters.len());
+    let hint = match id.backend {
+        Backend::Metal if !cfg!(target_vendor = "apple") => ", as Apple's systems alone have it",
+        Backend::Dx12 if !cfg!(windows) => ", as Windows alone has it",
+        Backend::Vulkan if adapters.is_empty() => ": it takes the loader (libvulkan.so.1) and a driver",
+        _ => "",
+    };
+    let what = format!("{} shows {} adapters{hint}", id.backend.name(), adapters.len());
     Err(KernelError::Device { device: id.to_string(), what })
 }
 

@@ -40,14 +40,15 @@ fn choose_of(found: &[FoundAdapter], num_ranks: usize) -> (Option<Vec<AdapterId>
     };
     let order = [Backend::Metal, Backend::Vulkan, Backend::Dx12];
     let best = order.into_iter().map(|backend| (backend, gpus_of(backend))).find(|(_, gpus)| !gpus.is_empty());
-    let num_software = found.iter().filter(|adapter| adapter.is_software).count();
+    let software: Vec<String> =
+        found.iter().filter(|adapter| adapter.is_software).map(|adapter| adapter.id.to_string()).collect();
     match best {
         Some((backend, gpus)) if gpus.len() >= num_ranks => (Some(gpus), format!("{} works here", backend.name())),
         Some((backend, gpus)) => {
             (None, format!("{num_ranks} GPUs are needed, {} shows {}", backend.name(), gpus.len()))
         }
-        None if num_software > 0 => {
-            (None, format!("no GPU is found, only software adapters ({num_software}), which must be named"))
+        None if !software.is_empty() => {
+            (None, format!("no GPU is found, only software, which must be named ({})", software.join(", ")))
         }
         None => (None, "no GPU is found through Metal, Vulkan or DX12".to_owned()),
     }
@@ -72,7 +73,7 @@ mod tests {
     fn software_is_never_chosen_in_silence() {
         let software = [adapter("vulkan:0", true)];
         let (chosen, reason) = choose_of(&software, 1);
-        assert!(chosen.is_none() && reason.contains("must be named"), "{reason}");
+        assert!(chosen.is_none() && reason.contains("must be named (vulkan:0)"), "{reason}");
         assert!(choose_of(&[], 1).0.is_none());
         let both = [adapter("vulkan:0", true), adapter("vulkan:1", false), adapter("dx12:0", false)];
         assert_eq!(choose_of(&both, 1).0, Some(vec!["vulkan:1".parse().unwrap()]));
