@@ -2,7 +2,8 @@
 //! For: the executor of a rank, through the trait [`Device`].
 //! Invariant: an operation checks its call, stages its inputs and adds dispatches to the step; what the step came to is
 //! read only by `sample`, `with_host` and sums over hosts. Attention of decode tokens takes back the rotation and store that
-//! were asked for just before, and makes them itself: the rows themselves then stay as they were.
+//! were asked for just before, and makes them itself: the rows themselves then stay as they were. Attention also submits what
+//! waits once that is enough for a head start.
 //! Not here: the operations themselves, one a file; collecting dispatches ([`commands`](super::commands)).
 
 use std::sync::Arc;
@@ -87,7 +88,10 @@ impl WebGpuDevice {
     pub(super) fn of(gpu: &Arc<Gpu>) -> Result<Self, KernelError> {
         Ok(Self {
             products: WebGpuTensor::zeroed(gpu, 0, 0)?,
-            partial: [Binding::whole(&gpu.buffer("partial sums", 0)?), Binding::whole(&gpu.buffer("partial sums", 0)?)],
+            partial: [
+                Binding::whole(&gpu.buffer("partial sums", 0)?),
+                Binding::whole(&gpu.buffer("counts of partial sums", 0)?),
+            ],
             candidates: Binding::whole(&gpu.buffer("candidates", 0)?),
             commands: Commands::new(gpu)?,
             staged: Staged::default(),
@@ -359,10 +363,10 @@ impl Device for WebGpuDevice {
         output.expect_tokens("attention", call.num_tokens())?;
         let staged = self.items(call, cache)?;
         let needed = [attention::partial_bytes(call, &staged), attention::arrival_bytes(call, &staged)];
-        for (binding, num_bytes) in self.partial.iter_mut().zip(needed) {
+        let names = ["partial sums", "counts of partial sums"];
+        for ((binding, num_bytes), name) in self.partial.iter_mut().zip(needed).zip(names) {
             if binding.num_bytes < num_bytes {
-                let buffer = self.commands.gpu().buffer("partial sums", num_bytes.next_power_of_two())?;
-                *binding = Binding::whole(&buffer);
+                *binding = Binding::whole(&self.commands.gpu().buffer(name, num_bytes.next_power_of_two())?);
             }
         }
         let partial = self.partial.clone();
